@@ -1,0 +1,1 @@
+"""Context parallelism as a compiler pass on torch.fx graphs."""

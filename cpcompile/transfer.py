@@ -1,0 +1,264 @@
+"""What moves when a tensor changes its layout: for each pair of ranks, the blocks that one sends to the other.
+
+Pure arithmetic over layouts. A block is a box of the local tensor: a start and a length for each dimension, seen from
+the sender's local tensor and from the receiver's. A rank takes from itself what it holds; of the rest every element
+has exactly one sender.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from cpcompile.assemble import all_coords
+from cpcompile.errors import Refusal
+from cpcompile.layout import Axis, Coords, Dim, Layout, Part, Product, Segment
+from cpcompile.reshape import factor
+from cpcompile.sizes import Size, add, at_most, product, subtract
+
+Kind: TypeAlias = Literal["none", "shard", "gather", "all_to_all"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run of indices of one dimension: where it starts in the sender's and in the receiver's local tensor."""
+
+    source: Size
+    target: Size
+    length: Size
+    axes: frozenset[Axis]  # that divide the part of the source it comes from
+
+
+@dataclass(frozen=True)
+class Block:
+    """A box of elements that moves from one rank to another (or stays)."""
+
+    source: tuple[Size, ...]
+    target: tuple[Size, ...]
+    lengths: tuple[Size, ...]
+
+    @property
+    def numel(self) -> Size:
+        """Elements in it."""
+        return product(self.lengths)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A layout change with every dimension cut into plain parts: no repetition is left where it can be a dimension."""
+
+    source: Layout
+    target: Layout
+
+
+@functools.lru_cache(maxsize=8192)
+def explode(source: Layout, target: Layout) -> Pair:
+    """The same change on the tensor with its repeated dimensions unfolded: (2 * 64 cp) becomes (2) (64 cp)."""
+    pairs = [pair for s, t in zip(source.dims, target.dims, strict=True) for pair in _explode_dim(s, t)]
+    return Pair(Layout(tuple(s for s, _ in pairs)), Layout(tuple(t for _, t in pairs)))
+
+
+def _explode_dim(source: Dim, target: Dim) -> list[tuple[Dim, Dim]]:
+    for shape_from in (source, target):
+        part = shape_from.parts[0]
+        if len(shape_from.parts) != 1 or not isinstance(part, Product):
+            continue
+        one = factor(source, part.outer.size, part.inner.size)
+        other = factor(target, part.outer.size, part.inner.size)
+        if not isinstance(one, Refusal) and not isinstance(other, Refusal):
+            return [(one[0], other[0]), *_explode_dim(one[1], other[1])]
+    return [(source, target)]
+
+
+def _aligned(source: Dim, target: Dim) -> list[tuple[Part, Part]] | Refusal:
+    """Both dims in rows of parts of equal size, whole parts cut to fit."""
+    found: list[tuple[Part, Part]] = []
+    lefts, rights = _plain(source.parts), _plain(target.parts)
+    while lefts and rights:
+        a, b = lefts.pop(0), rights.pop(0)
+        if a.size == b.size:
+            found.append((a, b))
+        elif _is_whole(a) and at_most(b.size, a.size):
+            found.append((Segment(b.size), b))
+            lefts.insert(0, Segment(subtract(a.size, b.size)))
+        elif _is_whole(b) and at_most(a.size, b.size):
+            found.append((a, Segment(a.size)))
+            rights.insert(0, Segment(subtract(b.size, a.size)))
+        else:
+            return Refusal(f"({source}) and ({target}) are cut at different places")
+    return found if not lefts and not rights else Refusal(f"({source}) and ({target}) differ in size")
+
+
+def _plain(parts: Sequence[Part]) -> list[Part]:
+    """Repetitions of a known count written out."""
+    found: list[Part] = []
+    for part in parts:
+        if isinstance(part, Product) and part.outer.is_replicated and isinstance(part.outer.size, int):
+            found.extend(_plain(part.inner.parts) * part.outer.size)
+        else:
+            found.append(part)
+    return found
+
+
+def _is_whole(part: Part) -> bool:
+    return isinstance(part, Segment) and part.is_replicated
+
+
+def _moved_axes(source: Part, target: Part) -> frozenset[Axis] | Refusal:
+    """The axes along which the change of one part needs communication."""
+    if source == target or _is_whole(source):
+        return frozenset()
+    if isinstance(source, Product) or isinstance(target, Product):
+        return Refusal(f"({source}) to ({target}) has no plain exchange")
+    if target.is_replicated:
+        return frozenset(source.axes)
+    if target.descending == source.descending:
+        shared = min(len(source.axes), len(target.axes))
+        if source.axes[:shared] == target.axes[:shared] and _nested(source, target):
+            return frozenset(source.axes[shared:])
+    if isinstance(source.size, int) and isinstance(target.size, int):
+        return frozenset(source.axes) | frozenset(target.axes)
+    return Refusal(f"({source}) to ({target}) has no exchange that symbolic sizes can state")
+
+
+def _nested(source: Segment, target: Segment) -> bool:
+    """Whether the cuts of the longer axis list refine those of the shorter one."""
+    short, long = sorted((source, target), key=lambda segment: len(segment.axes))
+    return Dim((long,)).without(long.axes[len(short.axes) :]) == Dim((short,))
+
+
+@functools.lru_cache(maxsize=8192)
+def moved_axes(source: Layout, target: Layout) -> tuple[Axis, ...] | Refusal:
+    """The axes along which ranks exchange to get from one layout to the other, in name order of first use."""
+    pair = explode(source, target)
+    moved: set[Axis] = set()
+    order: list[Axis] = []
+    for s, t in zip(pair.source.dims, pair.target.dims, strict=True):
+        rows = _aligned(s, t)
+        if isinstance(rows, Refusal):
+            return rows
+        for a, b in rows:
+            axes = _moved_axes(a, b)
+            if isinstance(axes, Refusal):
+                return axes
+            moved |= axes
+        for part in (*s.parts, *t.parts):
+            order.extend(_axes_in_order(part))
+    return tuple(dict.fromkeys(axis for axis in order if axis in moved))
+
+
+def _axes_in_order(part: Part) -> list[Axis]:
+    if isinstance(part, Segment):
+        return list(part.axes)
+    return [*part.outer.axes, *(axis for inner in part.inner.parts for axis in _axes_in_order(inner))]
+
+
+def kind_of(source: Layout, target: Layout) -> Kind | Refusal:
+    """Which reshard leads from one layout to the other; a Refusal where it takes a gather and a shard."""
+    if source == target:
+        return "none"
+    axes = moved_axes(source, target)
+    if isinstance(axes, Refusal):
+        return axes
+    if not axes:
+        return "shard"
+    gathers_only = all(
+        s == t or t == s.without(s.axes & frozenset(axes)) for s, t in zip(source.dims, target.dims, strict=True)
+    )
+    return "gather" if gathers_only else "all_to_all"
+
+
+def _runs(source: Dim, target: Dim, holder: Coords, needer: Coords) -> list[Run]:
+    rows = _aligned(source, target)
+    assert not isinstance(rows, Refusal)
+    found: list[Run] = []
+    at_source: Size = 0
+    at_target: Size = 0
+    for s, t in rows:
+        if isinstance(s, Product) or isinstance(t, Product):
+            assert s == t, "moved_axes refuses this"
+            length = Dim.of(s).local_size(holder)
+            found.append(Run(at_source, at_target, length, Dim.of(s).axes))
+            at_source, at_target = add(at_source, length), add(at_target, length)
+            continue
+        s_start, s_length = s.bounds(holder)
+        t_start, t_length = t.bounds(needer)
+        shared = _intersection(s, t, holder, needer)
+        if shared is not None and shared[1] != 0:
+            start, length = shared
+            source_at = add(at_source, subtract(start, s_start))
+            target_at = add(at_target, subtract(start, t_start))
+            found.append(Run(source_at, target_at, length, frozenset(s.axes)))
+        at_source, at_target = add(at_source, s_length), add(at_target, t_length)
+    return found
+
+
+def _intersection(s: Segment, t: Segment, holder: Coords, needer: Coords) -> tuple[Size, Size] | None:
+    """Start and length, in the segment's own numbering, of what the holder has and the needer wants."""
+    s_start, s_length = s.bounds(holder)
+    t_start, t_length = t.bounds(needer)
+    if all(isinstance(size, int) for size in (s_start, s_length, t_start, t_length)):
+        start = s_start if at_most(t_start, s_start) else t_start
+        s_end, t_end = add(s_start, s_length), add(t_start, t_length)
+        end = s_end if at_most(s_end, t_end) else t_end
+        return (start, subtract(end, start)) if at_most(add(start, 1), end) else None
+    if s.is_replicated:
+        return t_start, t_length
+    if t.is_replicated:
+        return s_start, s_length
+    shared = min(len(s.axes), len(t.axes))
+    if any(holder[axis.name] != needer[axis.name] for axis in s.axes[:shared]):
+        return None
+    return (s_start, s_length) if len(s.axes) >= len(t.axes) else (t_start, t_length)
+
+
+@functools.lru_cache(maxsize=65536)
+def _blocks(
+    source: Layout, target: Layout, group: tuple[Axis, ...], holder: tuple[tuple[str, int], ...], needer: tuple[tuple[str, int], ...]
+) -> tuple[Block, ...]:
+    held, needed = dict(holder), dict(needer)
+    by_dim = [_runs(s, t, held, needed) for s, t in zip(source.dims, target.dims, strict=True)]
+    found: list[Block] = []
+    for runs in itertools.product(*by_dim):
+        divided = frozenset[Axis]().union(*(run.axes for run in runs))
+        if any(held[axis.name] != needed[axis.name] for axis in group if axis not in divided):
+            continue  # several ranks hold it: the one that differs from the receiver only where it must is the sender
+        found.append(
+            Block(
+                tuple(run.source for run in runs), tuple(run.target for run in runs), tuple(run.length for run in runs)
+            )
+        )
+    return tuple(found)
+
+
+def blocks(pair: Pair, group: tuple[Axis, ...], holder: Coords, needer: Coords) -> tuple[Block, ...]:
+    """What ``needer`` takes from ``holder`` in the exploded layouts of ``pair``."""
+    return _blocks(pair.source, pair.target, group, tuple(sorted(holder.items())), tuple(sorted(needer.items())))
+
+
+def peers(group: Sequence[Axis], coords: Coords) -> list[dict[str, int]]:
+    """The coordinates of the ranks of this rank's group along ``group``, in group order."""
+    return [{**coords, **along} for along in all_coords(group)]
+
+
+def elements_sent(source: Layout, target: Layout, coords: Coords) -> Size:
+    """Elements that the rank at ``coords`` sends to others for this change, where it is one exchange."""
+    group = moved_axes(source, target)
+    assert not isinstance(group, Refusal)
+    pair = explode(source, target)
+    sent: Size = 0
+    for peer in peers(group, coords):
+        if peer != dict(coords):
+            for block in blocks(pair, group, coords, peer):
+                sent = add(sent, block.numel)
+    return sent
+
+
+
+
+def own_ranges(source: Dim, target: Dim, coords: Coords) -> list[tuple[Size, Size]]:
+    """Start and length of the runs of the local ``source`` that make up the local ``target``, where nothing moves."""
+    return [(run.source, run.length) for run in _runs(source, target, coords, coords)]
