@@ -1,1 +1,45 @@
 """Context parallelism as a compiler pass on torch.fx graphs."""
+
+from cpcompile import ops as _ops  # registers the operators of rewritten graphs
+from cpcompile.check_report import CheckReport
+from cpcompile.errors import (
+    CaptureError,
+    CPCompileError,
+    FallbackError,
+    MeshError,
+    PlanError,
+    Problem,
+    UnsupportedError,
+    VerificationError,
+)
+from cpcompile.parallelize import ParallelModule, parallelize
+from cpcompile.plan import (
+    ContextParallelInput,
+    ContextParallelInputType,
+    ContextParallelModelPlan,
+    ContextParallelOutput,
+    ContextParallelOutputType,
+)
+from cpcompile.report import Report
+from cpcompile.simulate import check
+
+__all__ = [
+    "CPCompileError",
+    "CaptureError",
+    "CheckReport",
+    "ContextParallelInput",
+    "ContextParallelInputType",
+    "ContextParallelModelPlan",
+    "ContextParallelOutput",
+    "ContextParallelOutputType",
+    "FallbackError",
+    "MeshError",
+    "ParallelModule",
+    "PlanError",
+    "Problem",
+    "Report",
+    "UnsupportedError",
+    "VerificationError",
+    "check",
+    "parallelize",
+]

@@ -11,7 +11,6 @@ Sizes are global, and ints or symbolic expressions (``sizes.Size``); no function
 from __future__ import annotations
 
 import functools
-import itertools
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -29,7 +28,6 @@ from cpcompile.sizes import (
     part_offset,
     part_size,
     product,
-    resplit,
     total,
 )
 
@@ -369,7 +367,8 @@ def _product(outer: Segment, inner: Dim) -> Part | Dim:
     head, below = (first, None) if isinstance(first, Segment) else (first.outer, first.inner)
     if head.is_replicated:
         merged = _product(outer, whole(head.size))
-        assert isinstance(merged, Segment) and below is not None
+        assert isinstance(merged, Segment)
+        assert below is not None
         return _product(merged, below)
     if outer.axes and outer.size == product(outer.counts) and not head.descending:
         size = multiply(outer.size, head.size)
@@ -387,7 +386,12 @@ def _whole_shares(outer: Segment, inner: Dim) -> Part | Dim:
     if count == 1 or count * len(inner.parts) > _MAX_EXPANDED_PARTS or rows is None:
         return Product(outer, inner)
     share = Dim.of(*(inner,) * count)
-    return Product(rows, share) if len(share.parts) > 1 else _product(rows, share)
+    (first, *rest) = share.parts
+    if rest or isinstance(first, Segment) or not first.outer.is_replicated or len(first.inner.parts) == 1:
+        return Product(rows, share) if rest else _product(rows, share)
+    merged = _product(rows, whole(first.outer.size))  # the rows do not merge: each stays one
+    assert isinstance(merged, Segment)
+    return Product(merged, first.inner)
 
 
 def _flat(parts: Iterable[Part | Dim]) -> Iterator[Part]:
@@ -400,7 +404,7 @@ def _flat(parts: Iterable[Part | Dim]) -> Iterator[Part]:
 
 @functools.lru_cache(maxsize=8192)
 def _canonical(parts: tuple[Part, ...]) -> Dim:
-    return Dim(tuple(_compress(_settle_seams(_merge_replicated(_expand(parts))))))
+    return Dim(tuple(_compress(_merge_replicated(_expand(parts)))))
 
 
 def _expand(parts: Iterable[Part]) -> list[Part]:
@@ -418,51 +422,6 @@ def _expand(parts: Iterable[Part]) -> list[Part]:
                     continue
             expanded.append(piece)
     return expanded
-
-
-def _settle_seams(parts: list[Part]) -> list[Part]:
-    """Where a zigzag turns, its last rank holds one run: where that run is cut in two must not matter.
-
-    At two ranks (4 cp ++ 4 cp-) and (3 cp ++ 5 cp-) are both 2, 4 and 2 indices.
-    """
-    settled: list[Part] = []
-    chain: list[Segment] = []
-    for part in parts:
-        if chain and not _turns(chain[-1], part):
-            settled.extend(_settled(chain))
-            chain = []
-        if isinstance(part, Segment) and _can_turn(part):
-            chain.append(part)
-        else:
-            settled.append(part)
-    return [*settled, *_settled(chain)]
-
-
-def _can_turn(segment: Segment) -> bool:
-    if len(segment.axes) != 1 or not isinstance(segment.size, int) or not isinstance(segment.granule, int):
-        return False
-    return segment.size >= segment.granule * segment.axes[0].size  # else some ranks hold nothing of it
-
-
-def _turns(last: Segment, part: Part) -> bool:
-    same = isinstance(part, Segment) and _can_turn(part) and part.axes == last.axes
-    return same and isinstance(part, Segment) and part.descending != last.descending
-
-
-def _settled(chain: list[Segment]) -> list[Segment]:
-    if len(chain) < 2:
-        return chain
-    (axis,) = chain[0].axes
-    base, starts = 0, [0]
-    for segment in chain:
-        assert isinstance(segment.size, int) and isinstance(segment.granule, int)
-        starts.extend(base + cut for cut in cuts(segment.size, (axis.size,), segment.granule)[1:-1])
-        base += segment.size
-    runs = [end - start for start, end in itertools.pairwise([*starts, base])]
-    return [
-        Segment(sum(row), (axis,), segment.descending, row[0] - row[-1] or 1)
-        for segment, row in zip(chain, resplit(runs, axis.size), strict=True)
-    ]
 
 
 def _merge_replicated(parts: Iterable[Part]) -> list[Part]:
@@ -519,5 +478,6 @@ def _last_kept(axes: tuple[Axis, ...], gone: frozenset[Axis]) -> int:
 
 def _range(segment: Segment, coords: Coords) -> range:
     start, count = segment.bounds(coords)
-    assert isinstance(start, int) and isinstance(count, int)
+    assert isinstance(start, int)
+    assert isinstance(count, int)
     return range(start, start + count)

@@ -11,6 +11,7 @@ from torch import fx
 from torch._ops import OpOverload
 
 from cpcompile.capture import Captured
+from cpcompile.decision import decision
 from cpcompile.layout import Axis, Coords
 from cpcompile.passes.attention import Attention
 from cpcompile.passes.cotangents import Cotangents
@@ -25,7 +26,7 @@ from cpcompile.passes.rules.attention import Policy
 from cpcompile.passes.rules.call import Rule
 from cpcompile.verify import Stage, verify, verify_lowered
 
-__all__ = ["Options", "Rewritten", "bind_groups", "lower", "rewrite"]
+__all__ = ["GradSync", "Options", "Rewritten", "bind_groups", "lower", "rewrite"]
 
 
 @dataclass(frozen=True)
@@ -48,7 +49,7 @@ class Rewritten:
     """The rank-neutral program of one captured call over one mesh.
 
     normalized: the captured graph in one spelling, still the single-device program. module: what ``lower`` starts
-    from. seconds: what each pass took.
+    from. notes: what the plan asked for and the layouts did not need or allow. seconds: what each pass took.
     """
 
     captured: Captured
@@ -56,6 +57,7 @@ class Rewritten:
     options: Options
     normalized: fx.GraphModule
     module: fx.GraphModule
+    notes: tuple[str, ...]
     seconds: Mapping[str, float]
 
 
@@ -90,11 +92,14 @@ def rewrite(captured: Captured, axes: tuple[Axis, ...], options: Options) -> Rew
         (Cotangents(options.gather_outputs), "cotangents"),
         (Enter(options.grad_sync), "enter"),
     )
+    notes: tuple[str, ...] = ()
     for step_, stage in steps:
         _timed(seconds, step_, module)
+        if stage == "propagate":  # markers carry their notes, and are gone after it
+            notes = tuple(note for node in module.graph.nodes if (note := decision(node).note))
         if options.verify:
             verify(module, stage, outputs_whole=options.gather_outputs)
-    return Rewritten(captured, live, options, normalized, module, seconds)
+    return Rewritten(captured, live, options, normalized, module, notes, seconds)
 
 
 def lower(rewritten: Rewritten, coords: Coords) -> fx.GraphModule:

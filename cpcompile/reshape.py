@@ -10,11 +10,13 @@ from dataclasses import replace
 
 from cpcompile.errors import Refusal
 from cpcompile.layout import Dim, Layout, Part, Product, Segment, multiplied, whole
-from cpcompile.sizes import Size, add, at_most, divide, multiply, product, subtract
+from cpcompile.sizes import Size, add, at_most, divide, product, subtract
 
 
 def cut(dim: Dim, start: Size, stop: Size) -> Dim | Refusal:
     """The indices ``start <= i < stop`` of a dim. Whole segments may be cut anywhere, sharded ones at their ends."""
+    if at_most(stop, start):
+        return whole(0)
     found: list[Part | Dim] = []
     base: Size = 0
     for part in dim.parts:
@@ -79,7 +81,7 @@ def factor(dim: Dim, outer: Size, inner: Size) -> tuple[Dim, Dim] | Refusal:
 def _factor_single(part: Part, outer: Size, inner: Size) -> tuple[Dim, Dim] | None:
     if isinstance(part, Segment):
         rows = part.in_units_of(inner)
-        return None if rows is None else (Dim.of(rows), whole(inner))
+        return _factor_axes(part, inner) if rows is None else (Dim.of(rows), whole(inner))
     below = part.inner.size
     if inner == below:
         return Dim.of(part.outer), part.inner
@@ -93,6 +95,15 @@ def _factor_single(part: Part, outer: Size, inner: Size) -> tuple[Dim, Dim] | No
         if isinstance(split, Refusal) or (joined := multiplied(Dim.of(part.outer), split[0])) is None:
             return None
         return joined, split[1]
+    return None
+
+
+def _factor_axes(segment: Segment, inner: Size) -> tuple[Dim, Dim] | None:
+    """Outer axes divide the rows, inner ones the columns: (128 dp.cp) as rows of 64."""
+    for depth in range(1, len(segment.axes)):
+        split = segment.split_at(depth)
+        if split is not None and split[1].size == inner:
+            return Dim.of(split[0]), Dim.of(split[1])
     return None
 
 
@@ -159,7 +170,9 @@ def reshape(layout: Layout, shape: Sequence[Size]) -> Layout | Refusal:
     middle = dims[head : len(dims) - tail]
     target = tuple(shape[head : len(shape) - tail])
     if any(size == 0 for size in shape):
-        return Refusal("a view of an empty tensor") if layout.is_sharded else Layout.replicated(shape)
+        if layout.is_sharded:
+            return Refusal("a view of an empty tensor")
+        return replace(layout, dims=tuple(whole(size) for size in shape))
     merged = merge(middle)
     if isinstance(merged, Refusal):
         return merged
@@ -175,7 +188,9 @@ def reshape(layout: Layout, shape: Sequence[Size]) -> Layout | Refusal:
 
 
 def meet(left: Dim, right: Dim) -> Dim | Refusal:
-    """The dim in which two layouts of equal size agree at no cost: whole runs are sliced where the other is sharded."""
+    """The dim in which two layouts of equal size agree at no cost: what either holds whole is sliced like the other."""
+    if isinstance(left.size, int) and isinstance(right.size, int) and left.size != right.size:
+        return Refusal(f"({left}) and ({right}) differ in size")
     if left == right or right.is_replicated:
         return left
     if left.is_replicated:
@@ -184,16 +199,12 @@ def meet(left: Dim, right: Dim) -> Dim | Refusal:
     lefts, rights = list(left.parts), list(right.parts)
     while lefts and rights:
         a, b = lefts.pop(0), rights.pop(0)
-        if a == b:
-            met.append(a)
-        elif a.size == b.size and _is_whole(a):
-            met.append(b)
-        elif a.size == b.size and _is_whole(b):
-            met.append(a)
-        elif _is_whole(a) and at_most(b.size, a.size):
+        if (agreed := _meet_parts(a, b)) is not None:
+            met.append(agreed)
+        elif _is_whole(a) and a.size != b.size and at_most(b.size, a.size):
             met.append(b)
             lefts.insert(0, Segment(subtract(a.size, b.size)))
-        elif _is_whole(b) and at_most(a.size, b.size):
+        elif _is_whole(b) and a.size != b.size and at_most(a.size, b.size):
             met.append(a)
             rights.insert(0, Segment(subtract(b.size, a.size)))
         elif isinstance(a, Product) and (rows := _first_row(a)) is not None:
@@ -203,6 +214,22 @@ def meet(left: Dim, right: Dim) -> Dim | Refusal:
         else:
             return Refusal(f"({left}) meets ({right})")
     return Dim.of(*met) if not lefts and not rights else Refusal(f"({left}) meets ({right})")
+
+
+def _meet_parts(a: Part, b: Part) -> Part | Dim | None:
+    if a == b:
+        return a
+    if a.size != b.size:
+        return None
+    if _is_whole(a) or _is_whole(b):
+        return b if _is_whole(a) else a
+    if isinstance(a, Product) and isinstance(b, Product) and a.inner.size == b.inner.size:
+        outer, inner = meet(Dim.of(a.outer), Dim.of(b.outer)), meet(a.inner, b.inner)
+        return None if isinstance(outer, Refusal) or isinstance(inner, Refusal) else multiplied(outer, inner)
+    for fine, coarse in ((Dim.of(a), Dim.of(b)), (Dim.of(b), Dim.of(a))):
+        if fine.axes > coarse.axes and fine.gathered(fine.axes - coarse.axes) == coarse:
+            return fine
+    return None
 
 
 def _is_whole(part: Part) -> bool:
@@ -220,5 +247,3 @@ def _first_row(part: Product) -> list[Part] | None:
 def is_slice_of(whole_dim: Dim, target: Dim) -> bool:
     """Whether a rank that holds ``whole_dim`` already holds all that ``target`` asks of it."""
     return meet(whole_dim, target) == target
-
-

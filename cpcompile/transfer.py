@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from cpcompile.assemble import all_coords
@@ -20,6 +20,9 @@ from cpcompile.reshape import factor
 from cpcompile.sizes import Size, add, at_most, product, subtract
 
 Kind: TypeAlias = Literal["none", "shard", "gather", "all_to_all"]
+_Place: TypeAlias = tuple[tuple[str, int], ...]
+
+_MAX_LISTED_ROWS = 256  # above this the rows of a product are not listed one by one: there would be as many blocks
 
 
 @dataclass(frozen=True)
@@ -109,19 +112,30 @@ def _is_whole(part: Part) -> bool:
 
 def _moved_axes(source: Part, target: Part) -> frozenset[Axis] | Refusal:
     """The axes along which the change of one part needs communication."""
-    if source == target or _is_whole(source):
+    if source == target:
         return frozenset()
-    if isinstance(source, Product) or isinstance(target, Product):
+    known = _rows_known(source) and _rows_known(target)
+    if not known and (isinstance(source, Product) or isinstance(target, Product)):
         return Refusal(f"({source}) to ({target}) has no plain exchange")
-    if target.is_replicated:
-        return frozenset(source.axes)
-    if target.descending == source.descending:
+    before, after = Dim.of(source), Dim.of(target)
+    if before.is_replicated or after.is_replicated:
+        return before.axes
+    if isinstance(source, Segment) and isinstance(target, Segment) and target.descending == source.descending:
         shared = min(len(source.axes), len(target.axes))
         if source.axes[:shared] == target.axes[:shared] and _nested(source, target):
             return frozenset(source.axes[shared:])
-    if isinstance(source.size, int) and isinstance(target.size, int):
-        return frozenset(source.axes) | frozenset(target.axes)
-    return Refusal(f"({source}) to ({target}) has no exchange that symbolic sizes can state")
+    if not known:
+        return Refusal(f"({source}) to ({target}) has no exchange that symbolic sizes can state")
+    if before.gathered(before.axes - after.axes) == after:
+        return before.axes - after.axes
+    return frozenset() if after.gathered(after.axes - before.axes) == before else before.axes | after.axes
+
+
+def _rows_known(part: Part) -> bool:
+    """Whether what each rank holds of it can be listed."""
+    if isinstance(part, Product) and isinstance(part.outer.size, int) and part.outer.size > _MAX_LISTED_ROWS:
+        return False
+    return isinstance(part.size, int)
 
 
 def _nested(source: Segment, target: Segment) -> bool:
@@ -166,7 +180,7 @@ def kind_of(source: Layout, target: Layout) -> Kind | Refusal:
     if not axes:
         return "shard"
     gathers_only = all(
-        s == t or t == s.without(s.axes & frozenset(axes)) for s, t in zip(source.dims, target.dims, strict=True)
+        s == t or t == s.gathered(s.axes & frozenset(axes)) for s, t in zip(source.dims, target.dims, strict=True)
     )
     return "gather" if gathers_only else "all_to_all"
 
@@ -178,22 +192,61 @@ def _runs(source: Dim, target: Dim, holder: Coords, needer: Coords) -> list[Run]
     at_source: Size = 0
     at_target: Size = 0
     for s, t in rows:
-        if isinstance(s, Product) or isinstance(t, Product):
-            assert s == t, "moved_axes refuses this"
-            length = Dim.of(s).local_size(holder)
-            found.append(Run(at_source, at_target, length, Dim.of(s).axes))
-            at_source, at_target = add(at_source, length), add(at_target, length)
-            continue
-        s_start, s_length = s.bounds(holder)
-        t_start, t_length = t.bounds(needer)
-        shared = _intersection(s, t, holder, needer)
-        if shared is not None and shared[1] != 0:
-            start, length = shared
-            source_at = add(at_source, subtract(start, s_start))
-            target_at = add(at_target, subtract(start, t_start))
-            found.append(Run(source_at, target_at, length, frozenset(s.axes)))
-        at_source, at_target = add(at_source, s_length), add(at_target, t_length)
+        for run in _part_runs(s, t, holder, needer):
+            if run.length != 0:
+                found.append(replace(run, source=add(at_source, run.source), target=add(at_target, run.target)))
+        at_source = add(at_source, Dim((s,)).local_size(holder))
+        at_target = add(at_target, Dim((t,)).local_size(needer))
     return found
+
+
+def _part_runs(s: Part, t: Part, holder: Coords, needer: Coords) -> list[Run]:
+    """What the holder has and the needer wants of one part, as runs of their local parts."""
+    axes = Dim((s,)).axes
+    if s == t:  # it stays where it is, if both hold the same of it
+        here = all(holder[axis.name] == needer[axis.name] for axis in axes)
+        return [Run(0, 0, Dim((s,)).local_size(holder), axes)] if here else []
+    if isinstance(s, Product) or isinstance(t, Product):
+        return _listed_runs(s, t, holder, needer)
+    shared = _intersection(s, t, holder, needer)
+    if shared is None:
+        return []
+    start, length = shared
+    at_source, at_target = subtract(start, s.bounds(holder)[0]), subtract(start, t.bounds(needer)[0])
+    return [Run(at_source, at_target, length, axes)]
+
+
+def _listed_runs(s: Part, t: Part, holder: Coords, needer: Coords) -> list[Run]:
+    """The same for rows of rows, every row by itself."""
+    found: list[Run] = []
+    at_source = 0
+    for s_start, s_length, axes in _held(s, holder):
+        at_target = 0
+        for t_start, t_length, _ in _held(t, needer):
+            start, end = max(s_start, t_start), min(s_start + s_length, t_start + t_length)
+            if start < end:
+                found.append(Run(at_source + start - s_start, at_target + start - t_start, end - start, axes))
+            at_target += t_length
+        at_source += s_length
+    return found
+
+
+def _held(part: Part, coords: Coords) -> list[tuple[int, int, frozenset[Axis]]]:
+    """Start and length of the runs that a rank holds of a part, and the axes that divide each."""
+    if isinstance(part, Segment):
+        start, length = part.bounds(coords)
+        assert isinstance(start, int)
+        assert isinstance(length, int)
+        return [(start, length, frozenset(part.axes))]
+    row: list[tuple[int, int, frozenset[Axis]]] = []
+    stride = 0
+    for below in part.inner.parts:
+        row.extend((stride + start, length, axes) for start, length, axes in _held(below, coords))
+        assert isinstance(below.size, int)
+        stride += below.size
+    ((first, count, outer_axes),) = _held(part.outer, coords)
+    rows = range(first, first + count)
+    return [(index * stride + start, length, axes | outer_axes) for index in rows for start, length, axes in row]
 
 
 def _intersection(s: Segment, t: Segment, holder: Coords, needer: Coords) -> tuple[Size, Size] | None:
@@ -217,7 +270,7 @@ def _intersection(s: Segment, t: Segment, holder: Coords, needer: Coords) -> tup
 
 @functools.lru_cache(maxsize=65536)
 def _blocks(
-    source: Layout, target: Layout, group: tuple[Axis, ...], holder: tuple[tuple[str, int], ...], needer: tuple[tuple[str, int], ...]
+    source: Layout, target: Layout, group: tuple[Axis, ...], holder: _Place, needer: _Place
 ) -> tuple[Block, ...]:
     held, needed = dict(holder), dict(needer)
     by_dim = [_runs(s, t, held, needed) for s, t in zip(source.dims, target.dims, strict=True)]
@@ -255,8 +308,6 @@ def elements_sent(source: Layout, target: Layout, coords: Coords) -> Size:
             for block in blocks(pair, group, coords, peer):
                 sent = add(sent, block.numel)
     return sent
-
-
 
 
 def own_ranges(source: Dim, target: Dim, coords: Coords) -> list[tuple[Size, Size]]:

@@ -64,6 +64,18 @@ class Structure:
                 leaves.append(leaf)
         return pytree.tree_unflatten(leaves, self.spec)
 
+    def key(self) -> Any:
+        """A value that compares equal for structures with equal fixed values (1, 1.0 and True are three of them)."""
+        fixed = tuple(
+            leaf.values.key() + (leaf.cls,)
+            if isinstance(leaf, _Fields)
+            else SLOT
+            if leaf is SLOT
+            else (type(leaf), leaf if _is_hashable(leaf) else id(leaf))
+            for leaf in self.leaves
+        )
+        return (str(self.spec), fixed)
+
     def leaf_names(self, model: nn.Module) -> tuple[str, ...]:
         """For the structure of a call's ``(args, kwargs)``: what the caller calls each tensor."""
         indexed = self.build([_Name(index) for index in range(self.count)])
@@ -111,6 +123,14 @@ def flatten(value: Any) -> tuple[list[torch.Tensor], Structure]:
         else:
             kept.append(leaf)
     return tensors, Structure(spec, tuple(kept))
+
+
+def _is_hashable(value: Any) -> bool:
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return True
 
 
 def _construct(cls: type, values: dict[str, Any]) -> Any:

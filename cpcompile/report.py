@@ -1,0 +1,244 @@
+"""What a rewritten program does, in a user's words: sites, fallbacks, inserted reshards, bytes, notes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from rich.console import Console, ConsoleOptions, RenderResult
+from rich.table import Table
+from rich.text import Text
+from torch import fx
+
+from cpcompile.assemble import all_coords
+from cpcompile.decision import Decision, decision, is_tensor, module_of, tensor_operands
+from cpcompile.graphs import source_line
+from cpcompile.layout import Axis, Layout
+from cpcompile.ops import neutral
+from cpcompile.sizes import Size, add, multiply
+from cpcompile.transfer import elements_sent
+
+
+@dataclass(frozen=True)
+class SiteReport:
+    """One attention call. bytes_sent: by each rank in the forward pass, in rank order."""
+
+    node: str
+    module: str
+    kind: str
+    query: str
+    key: str
+    bytes_sent: tuple[Size, ...]
+    reason: str
+
+
+@dataclass(frozen=True)
+class FallbackReport:
+    """An operator that runs on gathered operands, and why."""
+
+    node: str
+    module: str
+    operator: str
+    reason: str
+    bytes_sent: tuple[Size, ...]
+    source: str | None
+
+
+@dataclass(frozen=True)
+class ReshardReport:
+    """A change of layout that the plan did not ask for. ``node`` is what it was inserted for."""
+
+    node: str
+    module: str
+    kind: str
+    source: str
+    target: str
+    bytes_sent: tuple[Size, ...]
+    why: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """All of it. bytes_sent: by each rank in the forward pass, predicted from the layouts."""
+
+    axes: tuple[Axis, ...]
+    sites: tuple[SiteReport, ...]
+    fallbacks: tuple[FallbackReport, ...]
+    inserted: tuple[ReshardReport, ...]
+    notes: tuple[str, ...]
+    bytes_sent: tuple[Size, ...]
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        ranks = " x ".join(f"{axis.name} {axis.size}" for axis in self.axes)
+        yield Text(f"{ranks}: {len(self.sites)} attention sites, {len(self.fallbacks)} fallbacks", style="bold")
+        yield _sites_table(self.sites)
+        if self.fallbacks:
+            yield _table(
+                "gathered operators",
+                ("module", "operator", "why", "sent"),
+                ((x.module or "(root)", x.operator, x.reason, largest(x.bytes_sent)) for x in self.fallbacks),
+            )
+        if self.inserted:
+            yield _table(
+                "reshards that the plan did not ask for",
+                ("module", "for", "kind", "from", "to", "sent"),
+                (
+                    (x.module or "(root)", x.node, x.kind, x.source, x.target, largest(x.bytes_sent))
+                    for x in self.inserted
+                ),
+            )
+        for note in self.notes:
+            yield Text(f"note: {note}", style="yellow")
+        yield Text(f"forward pass: at most {largest(self.bytes_sent)} leave a rank")
+
+    def __str__(self) -> str:
+        return rendered(self)
+
+
+def rendered(what: object) -> str:
+    """Plain text of anything that rich can print."""
+    console = Console(width=140, no_color=True, highlight=False)
+    with console.capture() as captured:
+        console.print(what)
+    return captured.get()
+
+
+def _sites_table(sites: Iterable[SiteReport]) -> Table:
+    """Sites that differ in nothing but their module's number share a row."""
+    rows: dict[tuple[str, ...], list[str]] = {}
+    for site in sites:
+        kind = f"{site.kind} ({site.reason})" if site.reason else site.kind
+        rows.setdefault((kind, site.query, site.key, largest(site.bytes_sent)), []).append(site.module or "(root)")
+    named = (
+        (modules[0] if len(modules) == 1 else f"{modules[0]} ... {modules[-1]}", str(len(modules)), *row)
+        for row, modules in rows.items()
+    )
+    return _table("attention", ("module", "sites", "kind", "query", "key", "sent"), named)
+
+
+def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def largest(sizes: Iterable[Size]) -> str:
+    """The largest of some byte counts in a short form; of symbolic ones the first."""
+    found = list(sizes)
+    numbers = [size for size in found if isinstance(size, int)]
+    if len(numbers) < len(found):
+        return f"{found[0]} B"
+    count = max(numbers, default=0)
+    unit = min(int(math.log2(count) // 10), 4) if count else 0
+    return f"{count} B" if unit == 0 else f"{count / 1024**unit:.1f} {'KMGT'[unit - 1]}iB"
+
+
+def make_report(module: fx.GraphModule, axes: tuple[Axis, ...], notes: Iterable[str]) -> Report:
+    """Read a rewritten graph's decisions."""
+    ranks = all_coords(axes)
+    sites: list[SiteReport] = []
+    fallbacks: list[FallbackReport] = []
+    inserted: list[ReshardReport] = []
+    total: tuple[Size, ...] = (0,) * len(ranks)
+    sent: dict[fx.Node, tuple[Size, ...]] = {}
+    for node in module.graph.nodes:
+        if node.target in neutral.RESHARDS:
+            sent[node] = _bytes_of(node, ranks)
+            total = _sum([total, sent[node]])
+    for node in module.graph.nodes:
+        made = decision(node)
+        if made.site is not None:
+            around = [n for n in (*_behind(node), *node.users) if n in sent and decision(n).why == "site"]
+            layouts = [str(layout) for layout in (_outside(node, 0), _outside(node, 1))]
+            moved = _sum([(0,) * len(ranks), *(sent[n] for n in dict.fromkeys(around))])
+            sites.append(
+                SiteReport(node.name, module_of(node), made.site.kind, *layouts, moved, made.site.reason)
+            )
+        elif made.fallback is not None:
+            around = [n for n in node.all_input_nodes if n in sent]
+            moved = _sum([(0,) * len(ranks), *(sent[n] for n in around)])
+            operator = str(node.target).removeprefix("aten.")
+            fallbacks.append(
+                FallbackReport(node.name, module_of(node), operator, made.fallback, moved, source_line(node))
+            )
+        elif node in sent and made.why not in ("plan", "site"):
+            (operand,) = tensor_operands(node)
+            inserted.append(
+                ReshardReport(
+                    _target_name(node),
+                    module_of(node),
+                    str(node.target).removeprefix("cpcompile.").removesuffix(".default"),
+                    str(decision(operand).layout),
+                    str(made.layout),
+                    sent[node],
+                    made.why or "rule",
+                )
+            )
+    return Report(axes, tuple(sites), tuple(fallbacks), tuple(inserted), tuple(notes), total)
+
+
+def _target_name(node: fx.Node) -> str:
+    """What a reshard was inserted for: the value it changes and its first user."""
+    users = [user.name for user in node.users]
+    return f"{node.all_input_nodes[0].name} -> {users[0] if users else '-'}"
+
+
+def _behind(node: fx.Node) -> list[fx.Node]:
+    """The nodes that made a site's operands, through the items of a packed exchange."""
+    found: list[fx.Node] = []
+    for operand in node.all_input_nodes:
+        source = operand.args[0] if operand.args else None
+        found.append(source if isinstance(source, fx.Node) and not is_tensor(source) else operand)
+    return found
+
+
+def _outside(node: fx.Node, index: int) -> Layout:
+    """How the query (0) or key (1) of a site lies before its exchange."""
+    operand = tensor_operands(node)[index]
+    source = operand.args[0] if operand.args else None
+    if isinstance(source, fx.Node) and source.target is neutral.exchange:
+        item = operand.args[1]
+        assert isinstance(item, int)
+        return decision(tensor_operands(source)[item]).layout
+    return decision(operand).layout
+
+
+def _bytes_of(node: fx.Node, ranks: list[dict[str, int]]) -> tuple[Size, ...]:
+    """Bytes that each rank sends for a reshard in the forward pass."""
+    made: Decision = decision(node)
+    operands = tensor_operands(node)
+    if node.target is neutral.reduce:
+        group = 1
+        for partial in decision(operands[0]).layout.partial:
+            group *= partial.axis.size
+        local = [decision(node).layout.local_shape(coords) for coords in ranks]
+        itemsize = neutral.accumulation_dtype(operands[0].meta["val"].dtype).itemsize
+        return tuple(_all_reduce_bytes(shape, itemsize, group) for shape in local)
+    totals: list[Size] = []
+    for coords in ranks:
+        total: Size = 0
+        for operand, target in zip(operands, made.results, strict=True):
+            source = decision(operand).layout
+            assert target is not None
+            count = elements_sent(Layout(source.dims), Layout(target.dims), coords)
+            total = add(total, multiply(count, operand.meta["val"].dtype.itemsize))
+        totals.append(total)
+    return tuple(totals)
+
+
+def _all_reduce_bytes(shape: tuple[Size, ...], itemsize: int, ranks: int) -> Size:
+    count: Size = 2 * itemsize * (ranks - 1)
+    for size in shape:
+        count = multiply(count, size)
+    return count // ranks if isinstance(count, int) else count / ranks
+
+
+def _sum(rows: Iterable[tuple[Size, ...]]) -> tuple[Size, ...]:
+    result: tuple[Size, ...] | None = None
+    for row in rows:
+        result = row if result is None else tuple(add(a, b) for a, b in zip(result, row, strict=True))
+    return result or ()
