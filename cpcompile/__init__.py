@@ -1,6 +1,6 @@
 """Context parallelism as a compiler pass on torch.fx graphs."""
 
-from cpcompile import ops as _ops  # registers the operators of rewritten graphs
+import cpcompile.ops  # noqa: F401  registers the operators of rewritten graphs
 from cpcompile.check_report import CheckReport
 from cpcompile.errors import (
     CaptureError,

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _resolve_process_group  # type: ignore[attr-defined]
 from torch.utils._python_dispatch import TorchDispatchMode
 
 _c10d = torch.ops._c10d_functional
@@ -30,7 +31,7 @@ class CountTraffic(TorchDispatchMode):
     """
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.traffic = Traffic()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -55,7 +56,7 @@ def _reduce_scatter(x: torch.Tensor, _op: str, ranks: int, _group: str) -> int:
 
 
 def _all_reduce(x: torch.Tensor, _op: str, group: str) -> int:
-    ranks = dist.get_world_size(torch.distributed.distributed_c10d._resolve_process_group(group))
+    ranks = dist.get_world_size(_resolve_process_group(group))  # type: ignore[arg-type]
     return 2 * x.numel() * x.element_size() * (ranks - 1) // ranks
 
 

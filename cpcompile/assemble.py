@@ -43,7 +43,9 @@ def unshard(locals_: Mapping[int, torch.Tensor], layout: Layout, axes: Sequence[
 
 def _place(out: torch.Tensor, local: torch.Tensor, layout: Layout, coords: Coords) -> None:
     if tuple(local.shape) != layout.local_shape(coords):  # assignment would broadcast it
-        raise ValueError(f"{tuple(local.shape)} at {dict(coords)} is not {layout.local_shape(coords)}, as {layout} has it")
+        raise ValueError(
+            f"{tuple(local.shape)} at {dict(coords)} is not {layout.local_shape(coords)}, as {layout} has it"
+        )
     out[tuple(_grid(layout, coords))] = local
 
 

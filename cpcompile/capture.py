@@ -154,5 +154,3 @@ def _capture_error(error: Exception) -> CaptureError:
     return CaptureError(
         f"{type(error).__name__}: {reason}", f"{frame.filename}:{frame.lineno} in {frame.name}", frame.line
     )
-
-

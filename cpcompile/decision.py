@@ -13,7 +13,7 @@ from torch.fx import Node
 from cpcompile.layout import Dim, Layout
 from cpcompile.sizes import Size, as_size
 
-LocalArgument: TypeAlias = "Dim | Size | None | tuple[LocalArgument, ...] | float | bool | str | torch.dtype"
+LocalArgument: TypeAlias = "Dim | Size | tuple[LocalArgument, ...] | float | bool | str | torch.dtype | None"
 """An argument of the local call. A ``Dim`` stands for the number of its indices that this rank holds."""
 
 
@@ -29,6 +29,9 @@ class Cotangent(enum.Enum):
     LOCAL = "local"
     NONE = "none"
 
+
+GradSync: TypeAlias = Literal["all_reduce", "mean", "sum", "none"]
+"""What each rank's gradients are: whole; whole after a mean, or a sum, over the ranks; or as they come (raw)."""
 
 Why: TypeAlias = Literal["plan", "rule", "fallback", "site", "output"]
 

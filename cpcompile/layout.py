@@ -99,7 +99,9 @@ class Segment:
         if (granule := divide(self.granule, count)) is not None:
             return replace(self, size=units, granule=granule)
         if not (isinstance(self.size, int) and isinstance(self.granule, int) and isinstance(count, int)):
-            return None
+            share = divide(self.size, product(self.counts))
+            even = share is not None and divide(share, self.granule) is not None and divide(share, count) is not None
+            return replace(self, size=units, granule=1) if even else None
         coarse = math.lcm(self.granule, count)
         if self.size % coarse or cuts(self.size, self.counts, coarse) != cuts(self.size, self.counts, self.granule):
             return None
@@ -335,8 +337,11 @@ def multiplied(outer: Dim, inner: Dim) -> Dim | None:
 
 def _canonical_granule(size: Size, counts: tuple[int, ...], granule: Size) -> Size:
     """The smallest granule that makes the same cuts."""
-    if granule == 1 or not isinstance(size, int) or not isinstance(granule, int):
-        return granule
+    if granule == 1:
+        return 1
+    if not isinstance(size, int) or not isinstance(granule, int):
+        units = divide(size, granule)
+        return 1 if units is not None and divide(units, product(counts)) is not None else granule  # 1: all parts equal
     assert size % granule == 0, f"{size} indices are no whole number of granules of {granule}"
     return finest_granule(size, counts, granule)
 
@@ -355,6 +360,8 @@ def _product(outer: Segment, inner: Dim) -> Part | Dim:
     Replicated inner factors are granules of what is outside them, and where a rank holds one row, the axes of its rows
     are the outer axes of what comes first in the row: (2 dp) rows of (64 cp) are (128 dp.cp).
     """
+    if outer.size == 0 or inner.size == 0:
+        return Segment(0)
     if outer.size == 1 and outer.is_replicated:
         return inner
     if inner.is_replicated:
@@ -387,11 +394,13 @@ def _whole_shares(outer: Segment, inner: Dim) -> Part | Dim:
         return Product(outer, inner)
     share = Dim.of(*(inner,) * count)
     (first, *rest) = share.parts
-    if rest or isinstance(first, Segment) or not first.outer.is_replicated or len(first.inner.parts) == 1:
-        return Product(rows, share) if rest else _product(rows, share)
-    merged = _product(rows, whole(first.outer.size))  # the rows do not merge: each stays one
-    assert isinstance(merged, Segment)
-    return Product(merged, first.inner)
+    if rest:
+        return Product(rows, share)
+    if isinstance(first, Product) and first.outer.is_replicated and len(first.inner.parts) > 1:
+        merged = _product(rows, whole(first.outer.size))  # nothing merged where rows meet: they stay the rows
+        assert isinstance(merged, Segment)
+        return Product(merged, first.inner)
+    return _product(rows, share)
 
 
 def _flat(parts: Iterable[Part | Dim]) -> Iterator[Part]:

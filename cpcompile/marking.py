@@ -162,4 +162,4 @@ def _replaced(values: Sequence[Any], index: int, value: Any) -> Any:
     new = [*values[:index], value, *values[index + 1 :]]
     if isinstance(values, tuple) and hasattr(values, "_fields"):
         return type(values)(*new)
-    return type(values)(new)
+    return new if isinstance(values, list) else tuple(new)

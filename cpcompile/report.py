@@ -153,11 +153,9 @@ def make_report(module: fx.GraphModule, axes: tuple[Axis, ...], notes: Iterable[
         made = decision(node)
         if made.site is not None:
             around = [n for n in (*_behind(node), *node.users) if n in sent and decision(n).why == "site"]
-            layouts = [str(layout) for layout in (_outside(node, 0), _outside(node, 1))]
+            query, key = str(_outside(node, 0)), str(_outside(node, 1))
             moved = _sum([(0,) * len(ranks), *(sent[n] for n in dict.fromkeys(around))])
-            sites.append(
-                SiteReport(node.name, module_of(node), made.site.kind, *layouts, moved, made.site.reason)
-            )
+            sites.append(SiteReport(node.name, module_of(node), made.site.kind, query, key, moved, made.site.reason))
         elif made.fallback is not None:
             around = [n for n in node.all_input_nodes if n in sent]
             moved = _sum([(0,) * len(ranks), *(sent[n] for n in around)])

@@ -108,19 +108,25 @@ def _factor_axes(segment: Segment, inner: Size) -> tuple[Dim, Dim] | None:
 
 
 def _factor_parts(dim: Dim, inner: Size) -> tuple[Dim, Dim] | None:
-    """Every part factors alike: (64 cp ++ 16 cp) as rows of 4."""
+    """Every run of parts that fills whole rows factors alike: (64 cp ++ 16 cp) as rows of 4."""
     outers: list[Dim] = []
     inners: set[Dim] = set()
+    group: list[Part] = []
     for part in dim.parts:
-        rows = divide(part.size, inner)
+        group.append(part)
+        run = Dim.of(*group)
+        rows = divide(run.size, inner)
         if rows is None:
+            continue
+        if run == dim:
             return None
-        split = factor(Dim.of(part), rows, inner)
+        split = factor(run, rows, inner)
         if isinstance(split, Refusal):
             return None
         outers.append(split[0])
         inners.add(split[1])
-    return (Dim.of(*outers), inners.pop()) if len(inners) == 1 else None
+        group = []
+    return (Dim.of(*outers), inners.pop()) if not group and len(inners) == 1 else None
 
 
 def _factor_pieces(dim: Dim, outer: Size, inner: Size) -> tuple[Dim, Dim] | None:
@@ -173,17 +179,16 @@ def reshape(layout: Layout, shape: Sequence[Size]) -> Layout | Refusal:
         if layout.is_sharded:
             return Refusal("a view of an empty tensor")
         return replace(layout, dims=tuple(whole(size) for size in shape))
+    if not target and middle:  # only ones go; a rank may hold nothing of a one, then it holds nothing of its neighbour
+        if all(dim == whole(1) for dim in middle):
+            return replace(layout, dims=(*dims[:head], *dims[len(dims) - tail :]))
+        head, tail, middle, target = 0, 0, dims, tuple(shape)
     merged = merge(middle)
     if isinstance(merged, Refusal):
         return merged
-    if target:
-        pieces = split_dim(merged, target)
-        if isinstance(pieces, Refusal):
-            return pieces
-    elif merged.size == 1:
-        pieces = ()
-    else:
-        return Refusal(f"a view from {layout.shape} to {tuple(shape)}")
+    pieces = split_dim(merged, target)
+    if isinstance(pieces, Refusal):
+        return pieces
     return replace(layout, dims=(*dims[:head], *pieces, *dims[len(dims) - tail :]))
 
 

@@ -13,9 +13,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile.accounting import CountTraffic, Traffic
 from cpcompile.assemble import unshard
+from cpcompile.capture import Captured
 from cpcompile.check_report import CheckReport, Difference
 from cpcompile.compiled import captured_call, compile_call, plan_of
-from cpcompile.capture import Captured
 from cpcompile.decision import decision, has_decision, is_tensor, module_of
 from cpcompile.errors import MeshError, Problem
 from cpcompile.layout import Axis
@@ -160,9 +160,7 @@ def check_captured(
     )
 
 
-def reference(
-    model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, backward: bool
-) -> Reference:
+def reference(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, backward: bool) -> Reference:
     """The model itself on one device."""
     names, sources = _differentiable(model, flatten((tuple(args), dict(kwargs or {})))[0])
     with torch.set_grad_enabled(backward):
@@ -198,9 +196,7 @@ def simulate(
         gradients: tuple[torch.Tensor | None, ...] = ()
         with CountTraffic() as counted:
             if backward and against.cotangents:
-                gradients = torch.autograd.grad(
-                    _carriers(outputs), sources, against.cotangents, allow_unused=True
-                )
+                gradients = torch.autograd.grad(_carriers(outputs), sources, against.cotangents, allow_unused=True)
         values = recorder.values if recorder else {}
         return _Rank(tuple(out.detach() for out in outputs), gradients, forward.traffic, counted.traffic, values)
 
@@ -233,7 +229,9 @@ def _carriers(outputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
 def _differentiable(
     model: nn.Module, tensors: Sequence[torch.Tensor]
 ) -> tuple[tuple[str, ...], tuple[torch.Tensor, ...]]:
-    named = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    named: list[tuple[str, torch.Tensor]] = [
+        (name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad
+    ]
     named += [(f"input {index}", tensor) for index, tensor in enumerate(tensors) if tensor.requires_grad]
     return tuple(name for name, _ in named), tuple(tensor for _, tensor in named)
 

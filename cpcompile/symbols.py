@@ -25,10 +25,10 @@ class SizeWriter:
     def learn(self, placeholder: fx.Node, value: torch.Tensor) -> None:
         """An input of the graph, whose sizes give symbols their values. All are learnt before anything is written."""
         for dim, size in enumerate(value.shape):
-            if isinstance(size, torch.SymInt) and isinstance(size.node.expr, sympy.Symbol):
-                if size.node.expr not in self._symbols:
-                    node = self._graph.call_function(torch.ops.aten.sym_size.int, (placeholder, dim))
-                    self._symbols[size.node.expr] = fx.Proxy(node)
+            expr = size.node.expr if isinstance(size, torch.SymInt) else None
+            if isinstance(expr, sympy.Symbol) and expr not in self._symbols:
+                node = self._graph.call_function(torch.ops.aten.sym_size.int, (placeholder, dim))
+                self._symbols[expr] = fx.Proxy(node)
 
     def write(self, size: Size) -> Any:
         """The size as an argument of a node."""

@@ -1,4 +1,4 @@
-"""Many ranks in one process: one thread each, on torch.testing's threaded process group. The only file that knows it."""
+"""Many ranks in one process, a thread each, on torch.testing's threaded process group: the only file that knows it."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch._C._distributed_c10d import HashStore, Store
 
 from cpcompile.assemble import all_coords
 from cpcompile.errors import SimulationError
@@ -27,7 +28,7 @@ def run_ranks(axes: Sequence[Axis], program: Callable[[dict[str, int], dict[str,
     Raises:
         SimulationError: a rank failed; its exception is the cause, the others were stopped.
     """
-    from torch._C._distributed_c10d import _set_thread_isolation_mode
+    from torch._C import _distributed_c10d
     from torch.testing._internal.distributed.multi_threaded_pg import (
         ProcessLocalGroup,
         _install_threaded_pg,
@@ -38,7 +39,7 @@ def run_ranks(axes: Sequence[Axis], program: Callable[[dict[str, int], dict[str,
     results: list[Any] = [None] * len(ranks)
     failures: queue.Queue[tuple[int, BaseException]] = queue.Queue()
 
-    def run(rank: int, store: dist.Store) -> None:
+    def run(rank: int, store: Store) -> None:
         try:
             dist.init_process_group("threaded", rank=rank, world_size=len(ranks), store=store)
             try:
@@ -52,11 +53,11 @@ def run_ranks(axes: Sequence[Axis], program: Callable[[dict[str, int], dict[str,
             ProcessLocalGroup.exception_handle(error)
 
     with _one_at_a_time:
-        _set_thread_isolation_mode(True)
+        _distributed_c10d._set_thread_isolation_mode(True)  # type: ignore[attr-defined]
         ProcessLocalGroup.reset()
         _install_threaded_pg()
         try:
-            store = dist.HashStore()
+            store = HashStore()
             threads = [threading.Thread(target=run, args=(rank, store), daemon=True) for rank in range(len(ranks))]
             for thread in threads:
                 thread.start()
@@ -65,7 +66,7 @@ def run_ranks(axes: Sequence[Axis], program: Callable[[dict[str, int], dict[str,
         finally:
             _uninstall_threaded_pg()
             ProcessLocalGroup.reset()
-            _set_thread_isolation_mode(False)
+            _distributed_c10d._set_thread_isolation_mode(False)  # type: ignore[attr-defined]
     if not failures.empty():
         rank, error = failures.get()
         raise SimulationError(f"rank {rank} of {len(ranks)} failed: {type(error).__name__}: {error}") from error

@@ -15,14 +15,14 @@ from typing import Literal, TypeAlias
 
 from cpcompile.assemble import all_coords
 from cpcompile.errors import Refusal
-from cpcompile.layout import Axis, Coords, Dim, Layout, Part, Product, Segment
+from cpcompile.layout import Axis, Coords, Dim, Layout, Part, Product, Segment, whole
 from cpcompile.reshape import factor
 from cpcompile.sizes import Size, add, at_most, product, subtract
 
 Kind: TypeAlias = Literal["none", "shard", "gather", "all_to_all"]
 _Place: TypeAlias = tuple[tuple[str, int], ...]
 
-_MAX_LISTED_ROWS = 256  # above this the rows of a product are not listed one by one: there would be as many blocks
+_MAX_LISTED_RUNS = 256  # above this runs are not listed one by one: there would be as many blocks
 
 
 @dataclass(frozen=True)
@@ -76,20 +76,22 @@ def _explode_dim(source: Dim, target: Dim) -> list[tuple[Dim, Dim]]:
     return [(source, target)]
 
 
-def _aligned(source: Dim, target: Dim) -> list[tuple[Part, Part]] | Refusal:
-    """Both dims in rows of parts of equal size, whole parts cut to fit."""
-    found: list[tuple[Part, Part]] = []
+def _aligned(source: Dim, target: Dim) -> list[tuple[Dim, Dim]] | Refusal:
+    """Both dims in rows of parts of equal size, whole parts cut to fit; one row where the parts do not fit."""
+    found: list[tuple[Dim, Dim]] = []
     lefts, rights = _plain(source.parts), _plain(target.parts)
     while lefts and rights:
         a, b = lefts.pop(0), rights.pop(0)
         if a.size == b.size:
-            found.append((a, b))
+            found.append((Dim((a,)), Dim((b,))))
         elif _is_whole(a) and at_most(b.size, a.size):
-            found.append((Segment(b.size), b))
+            found.append((whole(b.size), Dim((b,))))
             lefts.insert(0, Segment(subtract(a.size, b.size)))
         elif _is_whole(b) and at_most(a.size, b.size):
-            found.append((a, Segment(a.size)))
+            found.append((Dim((a,)), whole(a.size)))
             rights.insert(0, Segment(subtract(b.size, a.size)))
+        elif _can_list(source) and _can_list(target):
+            return [(source, target)]
         else:
             return Refusal(f"({source}) and ({target}) are cut at different places")
     return found if not lefts and not rights else Refusal(f"({source}) and ({target}) differ in size")
@@ -110,32 +112,41 @@ def _is_whole(part: Part) -> bool:
     return isinstance(part, Segment) and part.is_replicated
 
 
-def _moved_axes(source: Part, target: Part) -> frozenset[Axis] | Refusal:
-    """The axes along which the change of one part needs communication."""
+def _moved_axes(source: Dim, target: Dim) -> frozenset[Axis] | Refusal:
+    """The axes along which the change of one row of parts needs communication."""
     if source == target:
         return frozenset()
-    known = _rows_known(source) and _rows_known(target)
-    if not known and (isinstance(source, Product) or isinstance(target, Product)):
+    one, other = _segment(source), _segment(target)
+    can_list = _can_list(source) and _can_list(target)
+    if not can_list and (one is None or other is None):
         return Refusal(f"({source}) to ({target}) has no plain exchange")
-    before, after = Dim.of(source), Dim.of(target)
-    if before.is_replicated or after.is_replicated:
-        return before.axes
-    if isinstance(source, Segment) and isinstance(target, Segment) and target.descending == source.descending:
-        shared = min(len(source.axes), len(target.axes))
-        if source.axes[:shared] == target.axes[:shared] and _nested(source, target):
-            return frozenset(source.axes[shared:])
-    if not known:
+    if source.is_replicated or target.is_replicated:
+        return source.axes
+    if one is not None and other is not None and one.descending == other.descending:
+        shared = min(len(one.axes), len(other.axes))
+        if one.axes[:shared] == other.axes[:shared] and _nested(one, other):
+            return frozenset(one.axes[shared:])
+    if not can_list:
         return Refusal(f"({source}) to ({target}) has no exchange that symbolic sizes can state")
-    if before.gathered(before.axes - after.axes) == after:
-        return before.axes - after.axes
-    return frozenset() if after.gathered(after.axes - before.axes) == before else before.axes | after.axes
+    if source.gathered(source.axes - target.axes) == target:
+        return source.axes - target.axes
+    return frozenset() if target.gathered(target.axes - source.axes) == source else source.axes | target.axes
 
 
-def _rows_known(part: Part) -> bool:
-    """Whether what each rank holds of it can be listed."""
-    if isinstance(part, Product) and isinstance(part.outer.size, int) and part.outer.size > _MAX_LISTED_ROWS:
-        return False
-    return isinstance(part.size, int)
+def _segment(dim: Dim) -> Segment | None:
+    return part if len(dim.parts) == 1 and isinstance(part := dim.parts[0], Segment) else None
+
+
+def _can_list(dim: Dim) -> bool:
+    """Whether what each rank holds of it can be listed, run by run."""
+    return isinstance(dim.size, int) and sum(_runs_in(part) for part in dim.parts) <= _MAX_LISTED_RUNS
+
+
+def _runs_in(part: Part) -> int:
+    if isinstance(part, Segment):
+        return 1
+    assert isinstance(part.outer.size, int)
+    return part.outer.size * sum(_runs_in(below) for below in part.inner.parts)
 
 
 def _nested(source: Segment, target: Segment) -> bool:
@@ -192,32 +203,31 @@ def _runs(source: Dim, target: Dim, holder: Coords, needer: Coords) -> list[Run]
     at_source: Size = 0
     at_target: Size = 0
     for s, t in rows:
-        for run in _part_runs(s, t, holder, needer):
+        for run in _row_runs(s, t, holder, needer):
             if run.length != 0:
                 found.append(replace(run, source=add(at_source, run.source), target=add(at_target, run.target)))
-        at_source = add(at_source, Dim((s,)).local_size(holder))
-        at_target = add(at_target, Dim((t,)).local_size(needer))
+        at_source, at_target = add(at_source, s.local_size(holder)), add(at_target, t.local_size(needer))
     return found
 
 
-def _part_runs(s: Part, t: Part, holder: Coords, needer: Coords) -> list[Run]:
-    """What the holder has and the needer wants of one part, as runs of their local parts."""
-    axes = Dim((s,)).axes
+def _row_runs(s: Dim, t: Dim, holder: Coords, needer: Coords) -> list[Run]:
+    """What the holder has and the needer wants of one row of parts, as runs of their local rows."""
     if s == t:  # it stays where it is, if both hold the same of it
-        here = all(holder[axis.name] == needer[axis.name] for axis in axes)
-        return [Run(0, 0, Dim((s,)).local_size(holder), axes)] if here else []
-    if isinstance(s, Product) or isinstance(t, Product):
+        here = all(holder[axis.name] == needer[axis.name] for axis in s.axes)
+        return [Run(0, 0, s.local_size(holder), s.axes)] if here else []
+    one, other = _segment(s), _segment(t)
+    if one is None or other is None:
         return _listed_runs(s, t, holder, needer)
-    shared = _intersection(s, t, holder, needer)
+    shared = _intersection(one, other, holder, needer)
     if shared is None:
         return []
     start, length = shared
-    at_source, at_target = subtract(start, s.bounds(holder)[0]), subtract(start, t.bounds(needer)[0])
-    return [Run(at_source, at_target, length, axes)]
+    at_source, at_target = subtract(start, one.bounds(holder)[0]), subtract(start, other.bounds(needer)[0])
+    return [Run(at_source, at_target, length, s.axes)]
 
 
-def _listed_runs(s: Part, t: Part, holder: Coords, needer: Coords) -> list[Run]:
-    """The same for rows of rows, every row by itself."""
+def _listed_runs(s: Dim, t: Dim, holder: Coords, needer: Coords) -> list[Run]:
+    """The same for parts that do not lie side by side, every run by itself."""
     found: list[Run] = []
     at_source = 0
     for s_start, s_length, axes in _held(s, holder):
@@ -231,22 +241,25 @@ def _listed_runs(s: Part, t: Part, holder: Coords, needer: Coords) -> list[Run]:
     return found
 
 
-def _held(part: Part, coords: Coords) -> list[tuple[int, int, frozenset[Axis]]]:
-    """Start and length of the runs that a rank holds of a part, and the axes that divide each."""
-    if isinstance(part, Segment):
-        start, length = part.bounds(coords)
+def _held(dim: Dim, coords: Coords) -> list[tuple[int, int, frozenset[Axis]]]:
+    """Start and length of the runs that a rank holds of a dim, and the axes that divide each."""
+    found: list[tuple[int, int, frozenset[Axis]]] = []
+    base = 0
+    for part in dim.parts:
+        start, count = (part if isinstance(part, Segment) else part.outer).bounds(coords)
         assert isinstance(start, int)
-        assert isinstance(length, int)
-        return [(start, length, frozenset(part.axes))]
-    row: list[tuple[int, int, frozenset[Axis]]] = []
-    stride = 0
-    for below in part.inner.parts:
-        row.extend((stride + start, length, axes) for start, length, axes in _held(below, coords))
-        assert isinstance(below.size, int)
-        stride += below.size
-    ((first, count, outer_axes),) = _held(part.outer, coords)
-    rows = range(first, first + count)
-    return [(index * stride + start, length, axes | outer_axes) for index in rows for start, length, axes in row]
+        assert isinstance(count, int)
+        assert isinstance(part.size, int)
+        if isinstance(part, Segment):
+            found.append((base + start, count, frozenset(part.axes)))
+        else:
+            row, stride = _held(part.inner, coords), part.inner.size
+            assert isinstance(stride, int)
+            outer = frozenset(part.outer.axes)
+            at = (base + index * stride for index in range(start, start + count))
+            found.extend((first + shift, length, outer | axes) for first in at for shift, length, axes in row)
+        base += part.size
+    return found
 
 
 def _intersection(s: Segment, t: Segment, holder: Coords, needer: Coords) -> tuple[Size, Size] | None:

@@ -67,7 +67,7 @@ class Structure:
     def key(self) -> Any:
         """A value that compares equal for structures with equal fixed values (1, 1.0 and True are three of them)."""
         fixed = tuple(
-            leaf.values.key() + (leaf.cls,)
+            (*leaf.values.key(), leaf.cls)
             if isinstance(leaf, _Fields)
             else SLOT
             if leaf is SLOT
@@ -135,7 +135,7 @@ def _is_hashable(value: Any) -> bool:
 
 def _construct(cls: type, values: dict[str, Any]) -> Any:
     """A dataclass instance with these fields, whatever its ``__init__`` takes."""
-    made = object.__new__(cls)
+    made: Any = object.__new__(cls)
     for name, value in values.items():
         object.__setattr__(made, name, value)
     return made

@@ -75,7 +75,10 @@ def on_processes() -> None:
     for rank in range(dist.get_world_size()):
         dist.barrier()
         if rank == dist.get_rank():
-            print(f"rank {rank} of {dist.get_world_size()}: error {error:.2g}, gradient error {grad_error:.2g}", flush=True)
+            print(
+                f"rank {rank} of {dist.get_world_size()}: error {error:.2g}, gradient error {grad_error:.2g}",
+                flush=True,
+            )
     dist.barrier()
     if dist.get_rank() == 0:
         print(parallel.report(), flush=True)

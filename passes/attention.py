@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import fx
@@ -45,21 +45,22 @@ class Attention:
 def _swap(graph: fx.Graph, node: fx.Node, site: Site) -> None:
     outside = decision(node)
     names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
-    arguments = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
+    arguments: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     inside = {"query": site.query, "key": site.key, "value": site.value}
     operands = {name: arguments[name] for name in inside}
     with graph.inserting_before(node):
         arguments |= _exchanged(graph, node, operands, inside)
         if site.causal_rows:
-            arguments |= {"attn_mask": _causal_mask(graph, node, arguments["query"], arguments["key"]), "is_causal": False}
+            arguments |= {
+                "attn_mask": _causal_mask(graph, node, arguments["query"], arguments["key"]),
+                "is_causal": False,
+            }
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
     node.args = (query, key, value)
     node.kwargs = arguments
     mask = arguments.get("attn_mask")
-    masks = () if mask is None else (decision(mask).layout,)
-    node.meta["cp"] = replace(
-        outside, results=(site.result,), operands=(site.query, site.key, site.value, *masks)
-    )
+    masks = (decision(mask).layout,) if isinstance(mask, fx.Node) else ()
+    node.meta["cp"] = replace(outside, results=(site.result,), operands=(site.query, site.key, site.value, *masks))
     if site.result != outside.layout:
         with graph.inserting_after(node):
             back = _step(graph, node, site.result, outside.layout)
@@ -85,11 +86,11 @@ def _exchanged(
         return result
     sources = [operand for operand, _ in moving]
     layouts = tuple(layout for _, layout in moving)
-    packed = emit(graph, neutral.exchange, [sources], like=node)
+    packed = emit(graph, neutral.exchange, [sources], like=node, value=[source.meta["val"] for source in sources])
     packed.meta["cp"] = Decision(layouts, tuple(decision(source).layout for source in sources), why="site")
     items: list[fx.Node] = []
     for index, layout in enumerate(layouts):
-        item = emit(graph, operator.getitem, [packed, index], like=node)
+        item = emit(graph, operator.getitem, [packed, index], like=node, value=sources[index].meta["val"])
         item.meta["cp"] = Decision((layout,))
         items.append(item)
     for name, operand in operands.items():
@@ -102,7 +103,7 @@ def _step(graph: fx.Graph, operand: fx.Node, source: Layout, target: Layout, lik
     kind = kind_of(source, target)
     assert not isinstance(kind, Refusal), kind.reason
     ops = {"shard": neutral.shard, "gather": neutral.gather, "all_to_all": neutral.all_to_all}
-    step = emit(graph, ops[kind], [operand], like=like or operand)
+    step = emit(graph, ops[kind], [operand], like=like or operand, value=operand.meta["val"])
     step.meta["cp"] = Decision((target,), (source,), why="site")
     return step
 

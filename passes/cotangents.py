@@ -69,12 +69,13 @@ class Cotangents:
         full = [
             user
             for user in node.users
-            if contribution(user, node, outputs_whole=self.outputs_whole) is Cotangent.FULL and user.target is not neutral.pend
+            if contribution(user, node, outputs_whole=self.outputs_whole) is Cotangent.FULL
+            and user.target is not neutral.pend
         ]
         if not full or node.op == "output":
             return
         with graph.inserting_after(_after(node)):
-            pend = emit(graph, neutral.pend, [node], like=node)
+            pend = emit(graph, neutral.pend, [node], like=node, value=node.meta["val"])
         layout = decision(node).layout
         pend.meta["cp"] = Decision((layout,), (layout,), cotangent=Cotangent.FULL)
         for user in full:
@@ -89,5 +90,3 @@ def _after(node: fx.Node) -> fx.Node:
     while node.next.op in ("placeholder", "get_attr") and node.op in ("placeholder", "get_attr"):
         node = node.next
     return node
-
-

@@ -13,18 +13,15 @@ from __future__ import annotations
 
 import operator
 from dataclasses import dataclass, replace
-from typing import ClassVar, Literal, TypeAlias
+from typing import ClassVar
 
 import torch
 from torch import fx
 
 from cpcompile.cotangents import has_gradient
-from cpcompile.decision import Cotangent, Decision, decision
+from cpcompile.decision import Cotangent, Decision, GradSync, decision
 from cpcompile.graphs import emit
 from cpcompile.ops import neutral
-
-GradSync: TypeAlias = Literal["all_reduce", "mean", "sum", "none"]
-"""What each rank's gradients are: whole; whole after a mean, or a sum, over the ranks; or as they come (raw)."""
 
 _BUCKET_BYTES = 64 * 2**20
 
@@ -56,13 +53,14 @@ class Enter:
         state = decision(bucket[0]).cotangent
         uses = {node: list(node.users) for node in bucket}
         with graph.inserting_after(last):
-            packed = emit(graph, neutral.enter, [bucket], like=last)
+            values = [node.meta["val"] for node in bucket]
+            packed = emit(graph, neutral.enter, [bucket], like=last, value=values)
         layouts = tuple(decision(node).layout for node in bucket)
         packed.meta["cp"] = Decision(layouts, layouts, cotangent=state)
         at = packed
         for index, node in enumerate(bucket):
             with graph.inserting_after(at):
-                at = emit(graph, operator.getitem, [packed, index], like=node)
+                at = emit(graph, operator.getitem, [packed, index], like=node, value=node.meta["val"])
             at.meta["cp"] = Decision((layouts[index],), cotangent=state)
             for user in uses[node]:
                 user.replace_input_with(node, at)

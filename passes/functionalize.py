@@ -24,8 +24,6 @@ from cpcompile.graphs import emit, source_line
 aten = torch.ops.aten
 
 
-
-
 @dataclass(frozen=True)
 class Functionalize:
     """The pass; it has no options."""
@@ -112,7 +110,7 @@ class _Rewriter:
         root = self._root[node]
         version, value = self._now[node]
         if version == self._version[root] or node is root:
-            return self._now[node][1]
+            return value
         parent = self._views[node]
         fresh = self._replay(node, self._current(parent))
         self._now[node] = (self._version[root], fresh)
@@ -128,7 +126,8 @@ class _Rewriter:
 
     def _write(self, node: fx.Node) -> None:
         target = node.args[0]
-        assert isinstance(target, fx.Node) and isinstance(node.target, torch._ops.OpOverload)
+        assert isinstance(target, fx.Node)
+        assert isinstance(node.target, torch._ops.OpOverload)
         root = self._root[target]
         if root.op in ("placeholder", "get_attr"):
             what = "its input" if root.op == "placeholder" else "its parameter or buffer"
@@ -203,9 +202,7 @@ class _Rewriter:
             return self._scatter_item(node, view, split, parent, value)
         raise UnsupportedError([self._problem(node, f"a write through {target} cannot be made functional")])
 
-    def _scatter_item(
-        self, node: fx.Node, view: fx.Node, split: fx.Node, parent: fx.Node, value: fx.Node
-    ) -> fx.Node:
+    def _scatter_item(self, node: fx.Node, view: fx.Node, split: fx.Node, parent: fx.Node, value: fx.Node) -> fx.Node:
         """A write to one piece of a split."""
         index = view.args[1]
         assert isinstance(index, int)
@@ -228,5 +225,3 @@ class _Rewriter:
 
     def _problem(self, node: fx.Node, law: str) -> Problem:
         return Problem(source_line(node) or str(node), law, "write to a new tensor instead")
-
-

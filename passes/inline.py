@@ -58,7 +58,8 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
             )
     else:
         return  # an operator that nothing here knows: propagate gathers it and says so
-    assert isinstance(body, fx.Node) and isinstance(body.target, str)
+    assert isinstance(body, fx.Node)
+    assert isinstance(body.target, str)
     inner = module.get_submodule(body.target)
     assert isinstance(inner, fx.GraphModule)
     with module.graph.inserting_before(node):

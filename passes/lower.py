@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from cpcompile.decision import Cotangent, Decision, decision, tensor_operands
+from cpcompile.decision import Cotangent, Decision, GradSync, decision, tensor_operands
 from cpcompile.layout import Axis, Coords, Dim, Layout
 from cpcompile.ops import collectives, neutral
-from cpcompile.passes.enter import GradSync
 from cpcompile.passes.rules.bind import localized
-from cpcompile.sizes import Size
+from cpcompile.sizes import Size, as_size
 from cpcompile.symbols import SizeWriter
 from cpcompile.transfer import Block, blocks, explode, moved_axes, own_ranges, peers
 
@@ -84,7 +84,7 @@ class _Lowering:
             self.env[node] = self._lowered(node)
             if isinstance(self.env[node], fx.Node):
                 self._take_meta(self.env[node], node)
-        return fx.GraphModule(self.module, self.graph, class_name="Lowered")
+        return _LazyGraphModule(self.module, self.graph, class_name="Lowered")  # its code is made at the first run
 
     def _copied(self, node: fx.Node) -> fx.Node:
         self.env[node] = self.graph.node_copy(node, lambda old: self.env[old])
@@ -108,8 +108,6 @@ class _Lowering:
     def _lowered(self, node: fx.Node) -> Any:
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool) and node.op == "call_function":
-            from cpcompile.sizes import as_size
-
             return self.sizes.write(as_size(value))
         special: dict[Any, Callable[[fx.Node], Any]] = {
             neutral.shard: self._shard,

@@ -54,10 +54,11 @@ class Normalize:
 def _changes_nothing(node: fx.Node) -> bool:
     if node.target is aten.dropout.default:
         probability, train = node.args[1], node.args[2]
-        return not train or probability == 0.0
+        return train is False or probability == 0.0
     if node.target not in _SAME or node.target is aten.contiguous.default:
         return False
     source = node.args[0]
     assert isinstance(source, fx.Node)
     before, after = source.meta["val"], node.meta["val"]
-    return bool(before.dtype == after.dtype and before.device == after.device and before.layout == after.layout)
+    same = before.dtype == after.dtype and before.device == after.device
+    return bool(same and before.layout == after.layout)

@@ -60,7 +60,9 @@ class Propagate:
 
     def _decide(self, node: fx.Node) -> Decision:
         if node.op == "output":
-            return Decision((), tuple(self._output(layout_of(operand)) for operand in tensor_operands(node)), why="output")
+            return Decision(
+                (), tuple(self._output(layout_of(operand)) for operand in tensor_operands(node)), why="output"
+            )
         if node.op != "call_function" or not tensor_operands(node):
             if node.target is operator.getitem:
                 return self._item(node)
@@ -74,7 +76,8 @@ class Propagate:
 
     def _item(self, node: fx.Node) -> Decision:
         source, index = node.args
-        assert isinstance(source, fx.Node) and isinstance(index, int)
+        assert isinstance(source, fx.Node)
+        assert isinstance(index, int)
         made = decision(source)
         returns = None if made.returns is None else (made.returns[index],)
         return Decision((made.results[index],), returns=returns)
@@ -201,5 +204,3 @@ def _like_operands(node: fx.Node) -> Iterator[Layout | None]:
         for layout in alike[:1]:
             dims = [own if own.size == size else whole(size) for own, size in zip(layout.dims, shape, strict=True)]
         yield Layout(tuple(dims))
-
-

@@ -26,7 +26,8 @@ Box = tuple[Sequence[int], Sequence[int]]
 def all_reduce_sum(x: torch.Tensor, group: str) -> torch.Tensor:
     """The sum over a group; fp16 and bf16 travel in fp32 and are rounded once."""
     wide = x.to(accumulation_dtype(x.dtype)).contiguous()
-    return _c10d.wait_tensor(_c10d.all_reduce(wide, "sum", group)).to(x.dtype)
+    summed: torch.Tensor = _c10d.wait_tensor(_c10d.all_reduce(wide, "sum", group))
+    return summed.to(x.dtype)
 
 
 def _boxes(flat: Sequence[int], counts: Sequence[int], ndims: Sequence[int], group_size: int) -> list[list[list[Box]]]:
@@ -99,7 +100,11 @@ def _place(
 
 
 def _keep(
-    outs: Sequence[torch.Tensor], to: list[list[list[Box]]], tensors: Sequence[torch.Tensor], of: list[list[list[Box]]], rank: int
+    outs: Sequence[torch.Tensor],
+    to: list[list[list[Box]]],
+    tensors: Sequence[torch.Tensor],
+    of: list[list[list[Box]]],
+    rank: int,
 ) -> None:
     for out, targets, tensor, sources in zip(outs, to, tensors, of, strict=True):
         for target, source in zip(targets[rank], sources[rank], strict=True):
@@ -135,7 +140,7 @@ class _Exchange(torch.autograd.Function):
         return tuple(outs)
 
     @staticmethod
-    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[None | torch.Tensor, ...]:
+    def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         send, receive, group_size, rank, group, full, alike = ctx.plan
         outs = [grad.new_zeros(shape) for grad, shape in zip(grads, ctx.shapes, strict=True)]
         _keep(outs, send, grads, receive, rank)
@@ -144,7 +149,9 @@ class _Exchange(torch.autograd.Function):
         dtype = grads[0].dtype
         wide = accumulation_dtype(dtype)
         if alike:
-            rows = [torch.cat([piece.reshape(-1) for piece in _pack(grads, receive, peer)]) for peer in range(group_size)]
+            rows = [
+                torch.cat([piece.reshape(-1) for piece in _pack(grads, receive, peer)]) for peer in range(group_size)
+            ]
             stacked = torch.cat(rows).to(wide)
             summed = _c10d.wait_tensor(_c10d.reduce_scatter_tensor(stacked, "sum", group_size, group))
             _place(outs, send, rank, summed.to(dtype), add=False)
@@ -187,7 +194,8 @@ class _AllReduce(torch.autograd.Function):
 
 
 def _all_reduce(x: torch.Tensor, group: str, full: bool, dtype: torch.dtype) -> torch.Tensor:
-    return _AllReduce.apply(x, group, full, dtype)
+    result: torch.Tensor = _AllReduce.apply(x, group, full, dtype)
+    return result
 
 
 class _Enter(torch.autograd.Function):
@@ -228,7 +236,8 @@ class _Pend(torch.autograd.Function):
 
 
 def _pend_on_one(x: torch.Tensor, keep: bool) -> torch.Tensor:
-    return _Pend.apply(x, keep)
+    result: torch.Tensor = _Pend.apply(x, keep)
+    return result
 
 
 _lib.define(

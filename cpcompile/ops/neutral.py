@@ -7,6 +7,7 @@ result. How a value lies before and after stands in ``node.meta["cp"]``; ``lower
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -25,7 +26,7 @@ _lib.define(
 )
 
 
-def _identity(x: torch.Tensor) -> torch.Tensor:
+def _identity(x: torch.Tensor) -> Any:
     return torch.ops.aten.alias.default(x)
 
 

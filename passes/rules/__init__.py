@@ -1,7 +1,7 @@
 """The table of rules: one file a family, one function an operator or a kind of operators.
 
-To add an operator, write its rule in the family's file, enter it in that file's ``RULES``, and give it a case in
-``tests/test_rules.py``: the numeric property holds for every rule or it is not one.
+To add an operator, write its rule in the family's file, enter it in that file's ``RULES``, and give it a case in the
+family's ``tests/test_rules_*.py``: the numeric property holds for every rule or it is not one.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch._ops import OpOverload
 
-from cpcompile.passes.rules import joins, pointwise, products, reductions, views
+from cpcompile.passes.rules import joins, lookups, pointwise, products, reductions, views
 from cpcompile.passes.rules.call import Rule
 
 RULES: dict[OpOverload, Rule] = {
@@ -19,6 +19,7 @@ RULES: dict[OpOverload, Rule] = {
     **views.RULES,
     **joins.RULES,
     **products.RULES,
+    **lookups.RULES,
     **reductions.RULES,
 }
 

@@ -131,9 +131,7 @@ def _leading_agree(q: Operand, k: Operand, v: Operand) -> tuple[Operand, Operand
     agreed: list[Operand] = []
     for x in (q, k, v):
         lead = broadcast_to(x, common).dims
-        dims = tuple(
-            x.dims[i] if i == seq else whole(x.shape[i]) if i in free else lead[i] for i in range(len(x.dims))
-        )
+        dims = tuple(x.dims[i] if i == seq else whole(x.shape[i]) if i in free else lead[i] for i in range(len(x.dims)))
         agreed.append(replace(x, layout=Layout(dims)))
     return agreed[0], agreed[1], agreed[2]
 

@@ -67,16 +67,19 @@ def localized(
 
     local = {name: written(value) for name, value in arguments.items()}
     if new_target is not None:
-        return new_target, _positional(new_target, {**_first(new_target, args, kwargs), **local}), {}
+        first = args[0] if args else kwargs[target._schema.arguments[0].name]
+        return new_target, *_passed(new_target, {new_target._schema.arguments[0].name: first, **local})
     names = [argument.name for argument in target._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs, **local}
     count = len(args)
     return target, tuple(given.pop(name) for name in names[:count]), given
 
 
-def _first(target: OpOverload, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    return {target._schema.arguments[0].name: args[0] if args else next(iter(kwargs.values()))}
-
-
-def _positional(target: OpOverload, given: dict[str, Any]) -> tuple[Any, ...]:
-    return tuple(given[argument.name] for argument in target._schema.arguments if argument.name in given)
+def _passed(target: OpOverload, given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """The arguments by position as far as they are given without a gap, the rest by name."""
+    args: list[Any] = []
+    for argument in target._schema.arguments:
+        if argument.kwarg_only or argument.name not in given:
+            break
+        args.append(given.pop(argument.name))
+    return tuple(args), given

@@ -74,7 +74,7 @@ class Call:
         return {name: value for name, value in self.arguments.items() if isinstance(value, Operand)}
 
     def dim(self, name: str = "dim", of: int | None = None) -> int:
-        """The dimension argument ``name``, counted from the front of ``of`` dimensions (default: the first operand's)."""
+        """The dimension argument ``name``, counted from the front of ``of`` dimensions (or the first operand's)."""
         count = len(next(iter(self.operands().values())).shape) if of is None else of
         value = self.arguments[name]
         return value % max(count, 1) if isinstance(value, int) else value

@@ -10,7 +10,7 @@ import torch
 from cpcompile.errors import Refusal
 from cpcompile.layout import Dim, Layout, whole
 from cpcompile.passes.rules.call import Answer, Call, Operand, Rule, agree, local_only, reduced, unary
-from cpcompile.reshape import cut
+from cpcompile.reshape import cut, meet
 from cpcompile.sizes import Size, add, at_most, ceil_div, subtract
 
 aten = torch.ops.aten
@@ -24,9 +24,7 @@ def cat(call: Call) -> Answer | Refusal:
         return Refusal("it joins tensors of different rank")
     pending = {tensor.layout.partial for tensor in tensors}
     partial = pending.pop() if len(pending) == 1 else ()
-    around = [replace(tensor, layout=local_only(tensor.layout.reduced(), [dim])) for tensor in tensors]
-    shape = [1 if index == dim else size for index, size in enumerate(call.results[0].shape)]
-    common, _ = agree([_with_dim(tensor, dim, 1) for tensor in around], shape)
+    common = _around([reduced(tensor) for tensor in tensors], dim)
     elsewhere = common.axes
     joined = [
         tensor.dims[dim] if not tensor.dims[dim].axes & elsewhere else whole(tensor.dims[dim].size)
@@ -76,16 +74,41 @@ def unbind(call: Call) -> Answer | Refusal:
 def select(call: Call) -> Answer | Refusal:
     """One index of a dimension, inside a segment that every rank holds."""
     layout, dim = call.operand("self").layout, call.dim()
-    own = layout.dims[dim]
-    index = call["index"] if at_most(0, call["index"]) else add(own.size, call["index"])
-    if own.is_replicated:
-        arguments = {}
-    else:
-        here, before = cut(own, index, add(index, 1)), cut(own, 0, index)
-        if isinstance(here, Refusal) or isinstance(before, Refusal):
-            return Refusal(f"index {index} of the sharded dimension ({own})")
-        arguments = {"index": before}
+    arguments = _index(call, layout.dims[dim])
+    if isinstance(arguments, Refusal):
+        return arguments
     return unary(call, layout, replace(layout, dims=(*layout.dims[:dim], *layout.dims[dim + 1 :])), **arguments)
+
+
+def select_scatter(call: Call) -> Answer | Refusal:
+    """A tensor with one index of a dimension overwritten: base and source agree everywhere else."""
+    base, dim = reduced(call.operand("self")), call.dim()
+    source = reduced(call.operand("src"))
+    own = base.dims[dim]
+    placed = replace(source, layout=replace(source.layout, dims=(*source.dims[:dim], whole(1), *source.dims[dim:])))
+    common = _around([base, placed], dim)
+    own = whole(own.size) if own.axes & common.axes else own
+    arguments = _index(call, own)
+    if isinstance(arguments, Refusal):
+        return arguments
+    result = common.with_dim(dim, own)
+    source_layout = Layout((*common.dims[:dim], *common.dims[dim + 1 :]))
+    return Answer({"self": result, "src": source_layout}, (result,), arguments)
+
+
+def _index(call: Call, own: Dim) -> dict[str, Dim] | Refusal:
+    """The local form of the index argument, into a segment that every rank holds."""
+    if own.is_replicated:
+        return {}
+    index = call["index"]
+    negative = at_most(index, -1)
+    if negative is None:
+        return Refusal(f"the sign of its symbolic index {index} is not known")
+    index = add(own.size, index) if negative else index
+    here, before = cut(own, index, add(index, 1)), cut(own, 0, index)
+    if isinstance(here, Refusal) or isinstance(before, Refusal):
+        return Refusal(f"index {index} of the sharded dimension ({own})")
+    return {"index": before}
 
 
 def slice_(call: Call) -> Answer | Refusal:
@@ -99,29 +122,72 @@ def slice_(call: Call) -> Answer | Refusal:
     return unary(call, layout, layout.with_dim(dim, piece), **arguments)
 
 
+def narrow(call: Call) -> Answer | Refusal:
+    """A range given by its length: a slice."""
+    layout, dim, start = call.operand("self").layout, call.dim(), call["start"]
+    own = layout.dims[dim]
+    negative = at_most(start, -1)
+    if negative is None:
+        return Refusal(f"the sign of its symbolic start {start} is not known")
+    start = add(own.size, start) if negative else start
+    before, piece = cut(own, 0, start), cut(own, start, add(start, call["length"]))
+    if isinstance(before, Refusal) or isinstance(piece, Refusal):
+        return Refusal(f"{call['length']} indices from {start} of the sharded dimension ({own})")
+    arguments = {"dim": dim, "start": before, "end": Dim.of(before, piece)}
+    return Answer({"self": layout}, (layout.with_dim(dim, piece),), arguments, aten.slice.Tensor)
+
+
 def slice_scatter(call: Call) -> Answer | Refusal:
-    """A tensor with a range of one dimension overwritten: base and source agree everywhere else."""
-    base, source, dim = call.operand("self"), call.operand("src"), call.dim()
-    base, source = reduced(base), reduced(source)
-    own = base.dims[dim]
-    found = _range(call, own)
+    """A tensor with a range of one dimension overwritten: base and source agree, also within the range.
+
+    With a step both are whole along that dimension.
+    """
+    base, source, dim = reduced(call.operand("self")), reduced(call.operand("src")), call.dim()
+    common = _around([base, source], dim)
+    own, given = (whole(x.shape[dim]) if x.dims[dim].axes & common.axes else x.dims[dim] for x in (base, source))
+    if call["step"] != 1:
+        result = common.with_dim(dim, whole(own.size))
+        return Answer({"self": result, "src": common.with_dim(dim, whole(given.size))}, (result,))
+    found = _written(call, own, given)
     if isinstance(found, Refusal):
         return found
-    piece, arguments = found
-    around = [_with_dim(base, dim, 1), _with_dim(source, dim, 1)]
-    common, _ = agree(around, [1 if i == dim else size for i, size in enumerate(base.shape)])
-    if common.axes & own.axes:
-        return Refusal(f"the source is sharded over the axes of the written dimension ({own})")
-    result = common.with_dim(dim, own)
+    before, piece, after = found
+    result = common.with_dim(dim, Dim.of(before, piece, after))
+    arguments = {} if result.dims[dim].is_replicated else {"start": before, "end": Dim.of(before, piece)}
     return Answer({"self": result, "src": common.with_dim(dim, piece)}, (result,), arguments)
+
+
+def _written(call: Call, own: Dim, given: Dim) -> tuple[Dim, Dim, Dim] | Refusal:
+    """The written dimension before, within and after the range: within, what either side holds whole is sliced."""
+    bounds = _bounds(call, own.size)
+    if isinstance(bounds, Refusal):
+        return bounds
+    start, stop = bounds
+    if at_most(stop, start):
+        return whole(0), whole(0), own
+    before, piece, after = cut(own, 0, start), cut(own, start, stop), cut(own, stop, own.size)
+    for part in (before, piece, after):
+        if isinstance(part, Refusal):
+            return part
+    assert isinstance(before, Dim)
+    assert isinstance(piece, Dim)
+    assert isinstance(after, Dim)
+    met = meet(piece, given)
+    return before, piece if isinstance(met, Refusal) else met, after
+
+
+def _around(tensors: Sequence[Operand], dim: int) -> Layout:
+    """How tensors agree in all dimensions but one, which counts as one element."""
+    shape = [1 if index == dim else size for index, size in enumerate(tensors[0].shape)]
+    return agree([_with_dim(tensor, dim, 1) for tensor in tensors], shape)[0]
 
 
 def _range(call: Call, own: Dim) -> tuple[Dim, dict[str, Dim]] | Refusal:
     """What ``start:end:step`` of a call keeps of a dim, and the local bounds."""
-    start = _bound(call["start"], 0, own.size)
-    stop = _bound(call["end"], own.size, own.size)
-    if start is None or stop is None:
-        return Refusal("the order of its symbolic bounds is not known")
+    bounds = _bounds(call, own.size)
+    if isinstance(bounds, Refusal):
+        return bounds
+    start, stop = bounds
     step = call["step"]
     if step != 1:
         if not own.is_replicated:
@@ -135,9 +201,18 @@ def _range(call: Call, own: Dim) -> tuple[Dim, dict[str, Dim]] | Refusal:
         return piece
     if own.is_replicated:
         return piece, {}
-    before, until = cut(own, 0, start), cut(own, 0, stop)
-    assert isinstance(before, Dim) and isinstance(until, Dim)
-    return piece, {"start": before, "end": until}
+    before = cut(own, 0, start)
+    if isinstance(before, Refusal):
+        return before
+    return piece, {"start": before, "end": Dim.of(before, piece)}
+
+
+def _bounds(call: Call, size: Size) -> tuple[Size, Size] | Refusal:
+    """Start and end of a slice of ``size`` indices, counted from the front and clamped."""
+    start, stop = _bound(call["start"], 0, size), _bound(call["end"], size, size)
+    if start is None or stop is None:
+        return Refusal("the order of its symbolic bounds is not known")
+    return start, stop
 
 
 def _bound(value: Size | None, default: Size, size: Size) -> Size | None:
@@ -160,11 +235,25 @@ def _with_dim(operand: Operand, dim: int, size: Size) -> Operand:
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
-    **dict.fromkeys((aten.cat.default, aten.concat.default), cat),
+    **dict.fromkeys((aten.cat.default, aten.concat.default, aten.concatenate.default), cat),
     aten.stack.default: stack,
-    **dict.fromkeys((aten.split.Tensor, aten.split_with_sizes.default, aten.chunk.default), split),
+    **dict.fromkeys(
+        (
+            aten.split.Tensor,
+            aten.split.sizes,
+            aten.split_with_sizes.default,
+            aten.chunk.default,
+            aten.unsafe_split.Tensor,
+            aten.unsafe_chunk.default,
+            aten.tensor_split.sections,
+            aten.tensor_split.indices,
+        ),
+        split,
+    ),
     aten.unbind.int: unbind,
     aten.select.int: select,
+    aten.select_scatter.default: select_scatter,
     aten.slice.Tensor: slice_,
+    aten.narrow.default: narrow,
     aten.slice_scatter.default: slice_scatter,
 }

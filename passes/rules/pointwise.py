@@ -12,7 +12,7 @@ from torch.utils._pytree import tree_flatten
 
 from cpcompile.errors import Refusal
 from cpcompile.layout import Layout, Partial
-from cpcompile.passes.rules.call import Answer, Call, Operand, Rule, agree, reduced
+from cpcompile.passes.rules.call import Answer, Call, Operand, Rule, agree, reduced, unary
 
 aten = torch.ops.aten
 
@@ -26,6 +26,35 @@ _COPIES = (
     aten.alias.default,
     aten.detach.default,
     aten.lift_fresh_copy.default,
+)
+_UNTAGGED = (  # pointwise all the same
+    aten.__and__.Tensor,
+    aten.__or__.Tensor,
+    aten.__xor__.Tensor,
+    aten.absolute.default,
+    aten.complex.default,
+    aten.conj.default,
+    aten.copy.default,
+    aten.divide.Tensor,
+    aten.fill.Scalar,
+    aten.fill.Tensor,
+    aten.floor_divide.default,
+    aten.floor_divide.Scalar,
+    aten.hardswish.default,
+    aten.imag.default,
+    aten.log_sigmoid.default,
+    aten.masked_fill.Tensor,
+    aten.multiply.Tensor,
+    aten.negative.default,
+    aten.polar.default,
+    aten.real.default,
+    aten.resolve_conj.default,
+    aten.resolve_neg.default,
+    aten.rsub.Tensor,
+    aten.subtract.Tensor,
+    aten.where.Scalar,
+    aten.where.ScalarOther,
+    aten.where.ScalarSelf,
 )
 _SCALED = (aten.mul.Tensor, aten.mul.Scalar, aten.div.Tensor, aten.div.Scalar, aten.neg.default)
 _SUMS = (aten.add.Tensor, aten.sub.Tensor)
@@ -56,23 +85,35 @@ def copies(call: Call) -> Answer | Refusal:
     return pointwise(call)
 
 
+def dropout(call: Call) -> Answer | Refusal:
+    """Dropout outside training is a copy."""
+    if call["train"] and call["p"] > 0:
+        return Refusal("it draws random numbers")
+    return pointwise(call)
+
+
 def type_as(call: Call) -> Answer | Refusal:
-    """A cast to the dtype of another tensor, whose layout does not matter."""
+    """A cast to the dtype of another tensor, of which nothing else matters."""
     operand, other = call.operand("self"), call.operand("other")
     pending = operand.layout.partial if _keeps_sum(call) else ()
     layout = Layout(operand.dims, pending)
-    return Answer({"self": layout, "other": other.layout}, (layout,))
+    operands = {"self": layout, "other": other.layout}
+    return Answer(operands, (layout,), {"dtype": call.results[0].dtype}, aten.to.dtype)
 
 
 def like(call: Call) -> Answer | Refusal:
-    """Factories that take shape and dtype of a tensor: each rank makes its share."""
-    operand = call.operand("self")
-    return Answer({"self": operand.layout}, (operand.layout.reduced(),))
+    """Factories that take shape and dtype of a tensor: each rank makes its share.
+
+    The dtype is written out: what a rank holds of a pending sum can be wider than the sum.
+    """
+    layout = call.operand("self").layout
+    return unary(call, layout, layout.reduced(), dtype=call.results[0].dtype)
 
 
 def new(call: Call) -> Answer | Refusal:
     """Factories that take only the dtype of a tensor: born whole on every rank."""
-    return Answer({"self": call.operand("self").layout}, (Layout.replicated(call.results[0].shape),))
+    result = Layout.replicated(call.results[0].shape)
+    return unary(call, call.operand("self").layout, result, dtype=call.results[0].dtype)
 
 
 def _carried_partial(call: Call) -> tuple[Partial, ...]:
@@ -113,9 +154,13 @@ def _as_list(value: Operand | Sequence[Operand]) -> Sequence[Operand]:
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
     **dict.fromkeys(_COPIES, copies),
+    **dict.fromkeys(_UNTAGGED, pointwise),
+    aten.dropout.default: dropout,
     aten.type_as.default: type_as,
     **dict.fromkeys(
         (aten.empty_like.default, aten.zeros_like.default, aten.ones_like.default, aten.full_like.default), like
     ),
-    **dict.fromkeys((aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default), new),
+    **dict.fromkeys(
+        (aten.new_empty.default, aten.new_zeros.default, aten.new_ones.default, aten.new_full.default), new
+    ),
 }

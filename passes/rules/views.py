@@ -11,17 +11,17 @@ from cpcompile.errors import Refusal
 from cpcompile.layout import Dim, Layout, multiplied, whole
 from cpcompile.passes.rules.call import Answer, Call, Operand, Rule, unary
 from cpcompile.reshape import reshape
+from cpcompile.sizes import Size
 
 aten = torch.ops.aten
 
 
 def view(call: Call) -> Answer | Refusal:
     """Row-major views, whatever they are called: the local call is a reshape to the local shape."""
-    operand = _only(call)
-    layout = reshape(operand.layout, call.results[0].shape)
+    layout = reshape(_only(call).layout, call.results[0].shape)
     if isinstance(layout, Refusal):
         return layout
-    return Answer({"self": operand.layout}, (layout,), {"shape": layout.dims}, aten.reshape.default)
+    return Answer(_as_they_lie(call), (layout,), {"shape": layout.dims}, aten.reshape.default)
 
 
 def permute(call: Call) -> Answer | Refusal:
@@ -34,15 +34,30 @@ def transpose(call: Call) -> Answer | Refusal:
     """Two dimensions change places."""
     count = len(_only(call).dims)
     order = list(range(count))
-    a, b = call["dim0"] % max(count, 1), call["dim1"] % max(count, 1)
+    first, second = (value for value in call.arguments.values() if isinstance(value, int))
     if count:
-        order[a], order[b] = order[b], order[a]
+        order[first], order[second] = order[second], order[first]
     return _reordered(call, order)
 
 
-def matrix_transpose(call: Call) -> Answer | Refusal:
-    """``t``: a matrix transposed, a vector as it is."""
+def movedim(call: Call) -> Answer | Refusal:
+    """Some dimensions at new places, the others in their order around them."""
+    count = len(_only(call).dims)
+    source, destination = (_positions(call[name], count) for name in ("source", "destination"))
+    placed = dict(zip(destination, source, strict=True))
+    others = iter(index for index in range(count) if index not in source)
+    return _reordered(call, [placed[index] if index in placed else next(others) for index in range(count)])
+
+
+def reverse(call: Call) -> Answer | Refusal:
+    """All dimensions in reverse: ``t`` (of a matrix or vector) and ``.T``."""
     return _reordered(call, list(reversed(range(len(_only(call).dims)))))
+
+
+def matrix_transpose(call: Call) -> Answer | Refusal:
+    """``.mT``: the last two dimensions change places."""
+    count = len(_only(call).dims)
+    return _reordered(call, [*range(count - 2), count - 1, count - 2])
 
 
 def unsqueeze(call: Call) -> Answer | Refusal:
@@ -53,18 +68,16 @@ def unsqueeze(call: Call) -> Answer | Refusal:
 
 
 def squeeze(call: Call) -> Answer | Refusal:
-    """Dimensions of one element gone: ``squeeze.dim``, ``squeeze.dims`` and ``squeeze``."""
+    """Dimensions of one element gone: ``squeeze.dim``, ``squeeze.dims`` and ``squeeze``.
+
+    The local call names them: a rank's share of a larger dimension can have one element too.
+    """
     layout = _only(call).layout
     count = len(layout.dims)
-    named = call.arguments.get("dim", range(count))
-    named = [named] if isinstance(named, int) else named
-    gone = {dim % max(count, 1) for dim in named if layout.dims and layout.dims[dim % count].size == 1}
-    return unary(
-        call,
-        layout,
-        replace(layout, dims=tuple(dim for index, dim in enumerate(layout.dims) if index not in gone)),
-        **({} if "dim" not in call.arguments else {"dim": call["dim"]}),
-    )
+    named = _positions(call.arguments.get("dim", range(count)), count) if count else []
+    gone = tuple(sorted(index for index in named if layout.dims[index].size == 1))
+    dims = tuple(dim for index, dim in enumerate(layout.dims) if index not in gone)
+    return Answer({"self": layout}, (replace(layout, dims=dims),), {"dim": gone}, aten.squeeze.dims)
 
 
 def expand(call: Call) -> Answer | Refusal:
@@ -76,13 +89,14 @@ def expand(call: Call) -> Answer | Refusal:
         for index, size in enumerate(shape)
     )
     result = replace(operand.layout, dims=dims)
-    return unary(call, operand.layout, result, size=dims)
+    return Answer(_as_they_lie(call), (result,), {"size": dims}, aten.expand.default)
 
 
 def repeat(call: Call) -> Answer | Refusal:
     """Every dimension tiled: one more outer factor."""
     operand = _only(call)
-    repeats: Sequence[int] = call["repeats"]
+    repeats: Sequence[Size] = call["dims"] if call.target is aten.tile.default else call["repeats"]
+    repeats = (*(1,) * (len(operand.dims) - len(repeats)), *repeats)
     shift = len(repeats) - len(operand.dims)
     tiled = [
         multiplied(whole(count), operand.dims[index - shift] if index >= shift else whole(1))
@@ -94,9 +108,9 @@ def repeat(call: Call) -> Answer | Refusal:
 def repeat_interleave(call: Call) -> Answer | Refusal:
     """Every index of one dimension (or of the flattened tensor) repeated: one more inner factor."""
     operand = _only(call)
-    if call["dim"] is None:
+    if call["dim"] is None and len(operand.dims) != 1:
         return Refusal("it flattens its operand")
-    dim, repeats = call.dim(), call["repeats"]
+    dim, repeats = 0 if call["dim"] is None else call.dim(), call["repeats"]
     repeated = multiplied(operand.dims[dim], whole(repeats))
     assert repeated is not None
     return unary(call, operand.layout, operand.layout.with_dim(dim, repeated), output_size=repeated)
@@ -116,6 +130,16 @@ def _only(call: Call) -> Operand:
     return call.operand("self")
 
 
+def _as_they_lie(call: Call) -> dict[str, Layout]:
+    """Nothing is asked of any operand: the view is of the first, another one only lends its shape."""
+    return {name: operand.layout for name, operand in call.operands().items()}
+
+
+def _positions(dims: int | Sequence[int], count: int) -> list[int]:
+    """Dimension arguments counted from the front."""
+    return [dim % count for dim in ([dims] if isinstance(dims, int) else dims)]
+
+
 def _reordered(call: Call, order: Sequence[int]) -> Answer:
     layout = _only(call).layout
     dims: tuple[Dim, ...] = tuple(layout.dims[index] for index in order)
@@ -130,16 +154,21 @@ RULES: dict[torch._ops.OpOverload, Rule] = {
             aten.reshape.default,
             aten.flatten.using_ints,
             aten.unflatten.int,
+            aten.ravel.default,
+            aten.view_as.default,
+            aten.reshape_as.default,
         ),
         view,
     ),
     aten.permute.default: permute,
-    aten.transpose.int: transpose,
-    aten.t.default: matrix_transpose,
+    **dict.fromkeys((aten.transpose.int, aten.swapaxes.default, aten.swapdims.default), transpose),
+    **dict.fromkeys((aten.movedim.int, aten.movedim.intlist, aten.moveaxis.int, aten.moveaxis.intlist), movedim),
+    **dict.fromkeys((aten.t.default, aten.numpy_T.default), reverse),
+    aten.mT.default: matrix_transpose,
     aten.unsqueeze.default: unsqueeze,
     **dict.fromkeys((aten.squeeze.dim, aten.squeeze.dims, aten.squeeze.default), squeeze),
-    aten.expand.default: expand,
-    aten.repeat.default: repeat,
+    **dict.fromkeys((aten.expand.default, aten.expand_as.default), expand),
+    **dict.fromkeys((aten.repeat.default, aten.tile.default), repeat),
     aten.repeat_interleave.self_int: repeat_interleave,
     **dict.fromkeys((aten.view_as_complex.default, aten.view_as_real.default), complex_view),
 }
