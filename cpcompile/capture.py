@@ -7,19 +7,24 @@ flow, data-dependent sizes or unknown objects keep from being one graph (``Captu
 
 from __future__ import annotations
 
+import contextlib
 import traceback
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch._dynamo.config
+import torch.fx.experimental._config
 from torch import fx, nn
+from torch.export import Dim
 from torch.export.graph_signature import InputKind
 
 from cpcompile.errors import CaptureError
 from cpcompile.marking import Marking
 from cpcompile.plan import ResolvedPlan
 from cpcompile.snapshot import untouched
+from cpcompile.symbols import Sizes
 from cpcompile.trees import Structure, flatten
 
 
@@ -31,6 +36,7 @@ class Captured:
     inputs, output: how arguments and result are built of tensors and of values that the capture holds fixed.
     names: for each placeholder, what the caller calls it.
     notes: what the plan asked for and the call did not have.
+    sizes: for which shapes of the tensors the capture is valid.
     """
 
     module: fx.GraphModule
@@ -39,6 +45,7 @@ class Captured:
     names: tuple[str, ...]
     plan: ResolvedPlan
     notes: tuple[str, ...]
+    sizes: Sizes
 
 
 class _Call(nn.Module):
@@ -57,8 +64,12 @@ class _Call(nn.Module):
         return tuple(leaves)
 
 
-def capture(model: nn.Module, plan: ResolvedPlan, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Captured:
+def capture(
+    model: nn.Module, plan: ResolvedPlan, args: Sequence[Any], kwargs: Mapping[str, Any], *, dynamic: bool = False
+) -> Captured:
     """Capture one call of ``model`` as a graph, with markers where ``plan`` acts. The model is left as it was.
+
+    With ``dynamic``, every size of the tensors that the model itself does not pin down becomes a symbol.
 
     Raises:
         CaptureError: the call cannot be one graph.
@@ -70,15 +81,28 @@ def capture(model: nn.Module, plan: ResolvedPlan, args: Sequence[Any], kwargs: M
     call = _Call(model, inputs, outputs.append)
     marking = Marking(plan)
     examples = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
-    with untouched(model), marking.hooked(model):
+    shapes = (tuple(dict.fromkeys(range(tensor.dim()), Dim.AUTO) for tensor in tensors),) if dynamic else None
+    with untouched(model), marking.hooked(model), _unrelated_sizes():
         try:
-            exported = torch.export.export(call, examples, strict=False)
+            exported = torch.export.export(call, examples, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             marking.raise_problems()
             raise _capture_error(error) from error
     marking.raise_problems()
     module = _shared(exported, model, names)
-    return Captured(module, inputs, outputs[-1], names, plan, (*plan.notes, *marking.notes()))
+    fakes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
+    sizes = Sizes.of(fakes, tensors)
+    return Captured(module, inputs, outputs[-1], names, plan, (*plan.notes, *marking.notes()), sizes)
+
+
+@contextlib.contextmanager
+def _unrelated_sizes() -> Iterator[None]:
+    """Equal sizes of the example call are no reason to be equal in others, and floats are no symbols."""
+    with (
+        torch._dynamo.config.patch(specialize_float=True),
+        torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+    ):
+        yield
 
 
 def _shared(exported: torch.export.ExportedProgram, model: nn.Module, names: Sequence[str]) -> fx.GraphModule:

@@ -39,10 +39,15 @@ def plan_of(model: nn.Module, plan: Mapping[str, Any] | None) -> ResolvedPlan:
 
 
 def captured_call(
-    model: nn.Module, plan: ResolvedPlan, args: Sequence[Any], kwargs: Mapping[str, Any] | None
+    model: nn.Module,
+    plan: ResolvedPlan,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    dynamic: bool = False,
 ) -> Captured:
     """One call captured."""
-    return capture(model, plan, args, kwargs or {})
+    return capture(model, plan, args, kwargs or {}, dynamic=dynamic)
 
 
 def compile_call(

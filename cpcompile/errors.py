@@ -68,7 +68,7 @@ class PlanError(ProblemsError):
     title = "the plan does not fit the model"
 
 
-class MeshError(ProblemsError):
+class MeshError(ProblemsError, ValueError):
     """The device mesh does not fit the configuration, or the processes."""
 
     title = "the device mesh does not fit"
@@ -121,6 +121,12 @@ class VerificationError(ProblemsError):
 
     def __str__(self) -> str:
         return format_problems(f"the graph is not valid after {self.stage}", self.problems)
+
+
+class RanksDisagreeError(ProblemsError):
+    """The ranks were about to run different things: other inputs, weights or programs, or not all of them came."""
+
+    title = "the ranks do not agree"
 
 
 class SimulationError(CPCompileError):

@@ -44,7 +44,7 @@ class Findings:
                 warnings.simplefilter("error")
                 module.graph.lint()
         except Exception as error:
-            self.add_here("the graph", f"lint: {error}")
+            self.add_here("the graph", f"lint: {str(error).partition(chr(10))[0]}")
             return False
         return True
 

@@ -252,6 +252,16 @@ def is_short(units: Size, axes: Sequence[Axis]) -> bool:
     return at_most(ranks, units) is False
 
 
+def segments_of(dim: Dim) -> Iterator[Segment]:
+    """Every segment of a dim, those inside products too."""
+    for part in dim.parts:
+        if isinstance(part, Segment):
+            yield part
+        else:
+            yield part.outer
+            yield from segments_of(part.inner)
+
+
 @dataclass(frozen=True)
 class Partial:
     """A pending combination over one axis: the value is the ``op`` of what the ranks along it hold."""

@@ -146,7 +146,7 @@ def run_piece(end: fx.Node, start: fx.Node, value: torch.Tensor, local: LocalVal
             args = map_arg(
                 node.args, lambda arg: run(arg) if isinstance(local.values[arg], Spec) else local.values[arg]
             )
-            known[node] = node.target(*args)  # type: ignore[operator]
+            known[node] = node.target(*args)
         return known[node]
 
     try:
@@ -162,8 +162,8 @@ class _Unknown(Exception):
 def _promised(node: fx.Node, coords: Coords, local: LocalValues) -> Any:
     """What the origin's layout says: a spec for each result, None where there is nothing to say."""
     origin = node.meta.get("origin")
-    made = None if origin is None else origin.meta.get("cp")
-    if not isinstance(made, Decision) or not any(made.results):
+    made = origin.meta.get("cp") if isinstance(origin, fx.Node) else None
+    if not isinstance(origin, fx.Node) or not isinstance(made, Decision) or not any(made.results):
         return None
     specs = tuple(
         None if layout is None or value is None else Spec.dense(local.shape(layout, coords), value.dtype, value.device)
@@ -200,12 +200,9 @@ def _run(module: fx.GraphModule, node: fx.Node, local: LocalValues) -> Any:
     handler = _HANDLERS.get(node.target)
     if handler is not None:
         return handler(*args, **kwargs)
-    if node.target is operator.getitem or not any(
-        isinstance(leaf, Spec) for leaf in torch.utils._pytree.tree_leaves((args, kwargs))
-    ):
-        if not isinstance(node.target, torch._ops.OpOverload):
-            assert callable(node.target)
-            return node.target(*args, **kwargs)
+    if not isinstance(node.target, torch._ops.OpOverload):  # arithmetic on sizes, items of lists
+        assert callable(node.target)
+        return node.target(*args, **kwargs)
     if node.target is aten.sym_size.int:
         return args[0].shape[args[1]]
     return _call(node.target, _frozen(args), _frozen(kwargs))

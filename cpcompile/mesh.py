@@ -17,11 +17,16 @@ NAMED_AXES = ("ring", "ulysses")
 
 @dataclass(frozen=True)
 class Ranks:
-    """This rank's place: the axes that share the sequence, its coordinates, and the group along each set of axes."""
+    """This rank's place.
+
+    axes: those that share the sequence. coords: this rank's index along each. groups: the name of the process group
+    along each set of axes. members: the global ranks that share this rank's sequence, in order.
+    """
 
     axes: tuple[Axis, ...]
     coords: dict[str, int]
     groups: dict[str, str]
+    members: tuple[int, ...]
 
 
 def ranks_of(mesh: DeviceMesh | None, device_type: str) -> Ranks:
@@ -57,7 +62,8 @@ def ranks_of(mesh: DeviceMesh | None, device_type: str) -> Ranks:
     coords = {axis.name: coordinate[index] for axis, index in axes}
     live = [(axis, index) for axis, index in axes if axis.size > 1]
     groups = {".".join(axis.name for axis, _ in along): _group(mesh, [i for _, i in along]) for along in _sets(live)}
-    return Ranks(tuple(axis for axis, _ in live), coords, groups)
+    members = tuple(_members(mesh, [index for _, index in axes]))
+    return Ranks(tuple(axis for axis, _ in live), coords, groups, members)
 
 
 def _axes(mesh: DeviceMesh) -> list[tuple[Axis, int]]:
@@ -89,10 +95,7 @@ def _sets(axes: list[tuple[Axis, int]]) -> list[tuple[tuple[Axis, int], ...]]:
 
 def _group(mesh: DeviceMesh, dims: list[int]) -> str:
     """The name of this rank's group along mesh dimensions, its ranks in the mesh's order."""
-    coordinate = mesh.get_coordinate()
-    assert coordinate is not None
-    index = tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(mesh.ndim))
-    ranks: list[int] = mesh.mesh[index].flatten().tolist()
+    ranks = _members(mesh, dims)
     if ranks != sorted(ranks):
         raise MeshError(
             [Problem(f"mesh ranks {ranks}", "they are not in ascending order", "number the mesh's ranks in its order")]
@@ -100,3 +103,12 @@ def _group(mesh: DeviceMesh, dims: list[int]) -> str:
     group = mesh.get_group(dims[0]) if len(dims) == 1 else dist.new_group(ranks, use_local_synchronization=True)
     assert isinstance(group, dist.ProcessGroup)
     return group.group_name
+
+
+def _members(mesh: DeviceMesh, dims: list[int]) -> list[int]:
+    """The global ranks that differ from this one along ``dims`` only."""
+    coordinate = mesh.get_coordinate()
+    assert coordinate is not None
+    index = tuple(slice(None) if dim in dims else coordinate[dim] for dim in range(mesh.ndim))
+    ranks: list[int] = mesh.mesh[index].flatten().tolist()
+    return ranks

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cpcompile.capture import Captured
-from cpcompile.compiled import captured_call, compile_call, plan_of
+from cpcompile.agreement import broadcast
+from cpcompile.assemble import all_coords
+from cpcompile.compiled import plan_of
+from cpcompile.config import configured_mesh
 from cpcompile.errors import CPCompileError, Problem, UnsupportedError
 from cpcompile.mesh import Ranks, ranks_of
-from cpcompile.pipeline import GradSync, Options, Rewritten, bind_groups, lower
+from cpcompile.pipeline import GradSync, Options, lower
 from cpcompile.plan import ResolvedPlan
+from cpcompile.programs import InputsMode, Program, Programs, Settings
 from cpcompile.report import Report
-from cpcompile.trees import Structure, flatten
+from cpcompile.trees import flatten
 
 ExampleInputs: TypeAlias = "Mapping[str, Any] | Sequence[Any]"
 Stage: TypeAlias = Literal["captured", "normalized", "rewritten", "lowered"]
@@ -37,10 +39,14 @@ def parallelize(
     plan: Mapping[str, Any] | None = None,
     mesh: DeviceMesh | None = None,
     *,
+    config: Any = None,
     example_inputs: ExampleInputs | None = None,
     strict: bool = False,
     gather_outputs: bool = True,
     grad_sync: bool | Literal["all_reduce", "mean", "sum", "none"] = True,
+    dynamic: bool = False,
+    inputs: InputsMode = "check",
+    timeout_seconds: float = 300.0,
 ) -> ParallelModule:
     """The model, run over the ranks of ``mesh`` with its sequence divided as ``plan`` says.
 
@@ -52,6 +58,8 @@ def parallelize(
         plan: module name -> ``{argument: ContextParallelInput}`` or ``ContextParallelOutput``; None takes the model's
             ``_cp_plan``.
         mesh: see ``cpcompile.mesh.ranks_of``; None takes all processes.
+        config: a ``ContextParallelConfig`` or ``ParallelConfig`` (diffusers' own too); the mesh is made from its
+            degrees where none is given, and must not contradict them where one is.
         example_inputs: a call's arguments (a dict of keywords, a sequence of positional ones, or a pair of both), to
             compile now instead of at the first call.
         strict: refuse operators that would have to run on gathered operands.
@@ -59,55 +67,50 @@ def parallelize(
             the sum of the ranks' losses.
         grad_sync: True makes parameters' gradients whole on every rank; "mean" and "sum" leave that to a wrapper that
             takes the mean or sum over the ranks; False leaves them raw.
+        dynamic: capture sizes as symbols, so that one program serves calls of every length. Without it, a call with
+            other sizes is captured anew.
+        inputs: "check" compares the call's tensors between ranks before a new program runs; "broadcast" gives every
+            rank those of the first one, at every call.
+        timeout_seconds: how long the ranks wait for each other before a new program runs.
 
     Raises:
-        PlanError, MeshError, CaptureError, FallbackError, UnsupportedError: before anything runs.
+        PlanError, MeshError, CaptureError, FallbackError, UnsupportedError, RanksDisagreeError: before anything runs.
     """
     if grad_sync not in _GRAD_SYNC:
         raise UnsupportedError(
             [Problem(f"grad_sync={grad_sync!r}", "there is no such mode", f"use one of {list(_GRAD_SYNC)}")]
         )
+    if inputs not in ("check", "broadcast"):
+        raise UnsupportedError([Problem(f"inputs={inputs!r}", "there is no such mode", 'use "check" or "broadcast"')])
     resolved = plan_of(model, plan)
+    if config is not None:
+        mesh = configured_mesh(config, mesh, _device_type(model))
     ranks = ranks_of(mesh, _device_type(model))
     options = Options(gather_outputs=gather_outputs, grad_sync=_GRAD_SYNC[grad_sync])
-    module = ParallelModule(model, resolved, ranks, options, strict=strict)
+    module = ParallelModule(model, resolved, ranks, Settings(options, strict, dynamic, inputs, timeout_seconds))
     if example_inputs is not None:
-        args, kwargs = _call_arguments(example_inputs)
-        module._entry(args, kwargs)
+        module._program(*_call_arguments(example_inputs))
     return module
-
-
-@dataclass(frozen=True)
-class _Entry:
-    """One compiled kind of call."""
-
-    captured: Captured
-    rewritten: Rewritten
-    report: Report
-    program: fx.GraphModule
 
 
 class ParallelModule(nn.Module):
     """A model that runs over the ranks. Parameters, submodules and attributes are the model's own."""
 
-    def __init__(self, model: nn.Module, plan: ResolvedPlan, ranks: Ranks, options: Options, *, strict: bool) -> None:
+    def __init__(self, model: nn.Module, plan: ResolvedPlan, ranks: Ranks, settings: Settings) -> None:
         super().__init__()
         own = self.__dict__
         own["_parallel_model"] = model
-        own["_parallel_plan"] = plan
         own["_parallel_ranks"] = ranks
-        own["_parallel_options"] = options
-        own["_parallel_strict"] = strict
-        own["_parallel_entries"] = {}
-        own["_parallel_last"] = None
+        own["_parallel_broadcasts"] = settings.inputs == "broadcast"
+        own["_parallel_programs"] = Programs(model, plan, ranks, settings)
         for shared in ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"):
             own[shared] = getattr(model, shared)
         own["training"] = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. Takes its arguments, gives its result."""
-        entry, tensors = self._entry(args, kwargs)
-        return entry.captured.output.build(entry.program(*tensors))
+        program, tensors = self._program(args, kwargs)
+        return program.captured.output.build(program.module(*tensors))
 
     def report(self) -> Report:
         """What was sharded, what each attention became, how many bytes move, and why, for the latest kind of call.
@@ -123,18 +126,16 @@ class ParallelModule(nn.Module):
         Raises:
             CPCompileError: nothing was compiled yet.
         """
-        entry = self._latest()
+        program = self._latest()
         if stage == "captured":
-            return entry.captured.module
+            return program.captured.module
         if stage == "normalized":
-            return entry.rewritten.normalized
+            return program.rewritten.normalized
         if stage == "rewritten":
-            return entry.rewritten.module
+            return program.rewritten.module
         if rank is None:
-            return entry.program
-        from cpcompile.assemble import all_coords
-
-        return lower(entry.rewritten, all_coords(entry.rewritten.axes)[rank])
+            return program.module
+        return lower(program.rewritten, all_coords(program.rewritten.axes)[rank])
 
     def train(self, mode: bool = True) -> ParallelModule:
         """Set the model's mode."""
@@ -154,43 +155,20 @@ class ParallelModule(nn.Module):
         else:
             super().__setattr__(name, value)
 
-    def _latest(self) -> _Entry:
-        if self._parallel_last is None:
-            raise CPCompileError("nothing was compiled yet: call the module once, or pass example_inputs=")
-        entry: _Entry = self._parallel_last
-        return entry
-
-    def _entry(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[_Entry, list[torch.Tensor]]:
-        """The compiled program for a call, made if there is none, and the call's tensors."""
+    def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Program, list[torch.Tensor]]:
+        """The program for a call, and the call's tensors: those of the first rank where they are broadcast."""
         tensors, structure = flatten((tuple(args), dict(kwargs)))
         _refuse_autocast(tensors)
-        key = (_call_key(tensors, structure), _model_key(self._parallel_model))
-        entries: dict[Any, _Entry] = self._parallel_entries
-        if key not in entries:
-            entries[key] = self._compile(args, kwargs)
-        self.__dict__["_parallel_last"] = entries[key]
-        return entries[key], tensors
+        if self._parallel_broadcasts:
+            args, kwargs = structure.build(broadcast(tensors, self._parallel_ranks))
+        programs: Programs = self._parallel_programs
+        return programs.find(args, kwargs)
 
-    def _compile(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Entry:
-        ranks: Ranks = self._parallel_ranks
-        captured = captured_call(self._parallel_model, self._parallel_plan, args, kwargs)
-        rewritten, report = compile_call(captured, ranks.axes, self._parallel_options, strict=self._parallel_strict)
-        program = lower(rewritten, ranks.coords)
-        bind_groups(program, ranks.groups)
-        return _Entry(captured, rewritten, report, program)
-
-
-def _call_key(tensors: Sequence[torch.Tensor], structure: Structure) -> Any:
-    """What a captured call is valid for: its tensors' metadata and every value that is no tensor."""
-    metadata = tuple((tuple(x.shape), x.dtype, x.device, x.requires_grad, x.layout) for x in tensors)
-    return metadata, structure.key()
-
-
-def _model_key(model: nn.Module) -> Any:
-    """What a capture holds of the model itself: which tensors it has, and each module's mode."""
-    tensors = (*model.parameters(), *model.buffers())
-    held = tuple((id(x), x.dtype, x.device, x.requires_grad) for x in tensors)
-    return held, tuple(module.training for module in model.modules())
+    def _latest(self) -> Program:
+        programs: Programs = self._parallel_programs
+        if programs.latest is None:
+            raise CPCompileError("nothing was compiled yet: call the module once, or pass example_inputs=")
+        return programs.latest
 
 
 def _refuse_autocast(tensors: Sequence[torch.Tensor]) -> None:

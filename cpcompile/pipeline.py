@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import fx
@@ -15,7 +17,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from cpcompile.assemble import all_coords
 from cpcompile.capture import Captured
 from cpcompile.decision import GradSync, decision
-from cpcompile.layout import Axis, Coords
+from cpcompile.layout import Axis, Coords, segments_of
 from cpcompile.passes.attention import Attention
 from cpcompile.passes.cotangents import Cotangents
 from cpcompile.passes.enter import Enter
@@ -23,13 +25,24 @@ from cpcompile.passes.functionalize import Functionalize
 from cpcompile.passes.inline import Inline
 from cpcompile.passes.lower import Lower, bind_groups
 from cpcompile.passes.normalize import Normalize
-from cpcompile.passes.propagate import Propagate
+from cpcompile.passes.propagate import Propagate, unequal_sizes
 from cpcompile.passes.reshard import Reshard
 from cpcompile.passes.rules.attention import Policy
 from cpcompile.passes.rules.call import Rule
+from cpcompile.sizes import Size
 from cpcompile.verify import Stage, verify, verify_lowered, verify_parameters, verify_ranks
 
-__all__ = ["GradSync", "Options", "Rewritten", "bind_groups", "lower", "lower_ranks", "rewrite"]
+__all__ = [
+    "GradSync",
+    "Options",
+    "Rewritten",
+    "bind_groups",
+    "lower",
+    "lower_ranks",
+    "planned",
+    "rewrite",
+    "shortest_sizes",
+]
 
 
 @dataclass(frozen=True)
@@ -83,38 +96,57 @@ def rewrite(captured: Captured, axes: tuple[Axis, ...], options: Options) -> Rew
         UnsupportedError: the graph holds something that no pass has a spelling for.
         VerificationError: with ``options.verify``, an invariant does not hold after a pass.
     """
-    module = _copied(captured.module)
-    seconds: dict[str, float] = {}
-    for step in _SPELLING:
-        _timed(seconds, step, module)
     live = tuple(axis for axis in axes if axis.size > 1)
-    steps: tuple[tuple[object, Stage], ...] = (
-        (
-            Propagate(
-                live,
-                tuple(axis for axis in live if axis.name == "ring"),
-                captured.plan.entries,
-                options.rules,
-                options.gather_outputs,
-                options.gather_at,
-                options.policy,
-            ),
-            "propagate",
-        ),
+    module, notes, seconds = _run(captured, live, options, _passes(captured, live, options))
+    return Rewritten(captured, live, options, module, notes, seconds)
+
+
+def planned(captured: Captured, axes: tuple[Axis, ...], options: Options) -> fx.GraphModule:
+    """The graph as it is once layouts are decided, and nothing is inserted yet."""
+    live = tuple(axis for axis in axes if axis.size > 1)
+    return _run(captured, live, options, _passes(captured, live, options)[:1])[0]
+
+
+def _passes(captured: Captured, axes: tuple[Axis, ...], options: Options) -> tuple[tuple[Any, Stage], ...]:
+    """THE ordered passes between one spelling and the rank-neutral program."""
+    gathered = tuple(axis for axis in axes if axis.name == "ring")
+    propagate = Propagate(
+        axes,
+        gathered,
+        captured.plan.entries,
+        options.rules,
+        options.gather_outputs,
+        options.gather_at,
+        options.policy,
+    )
+    return (
+        (propagate, "propagate"),
         (Reshard(), "reshard"),
         (Attention(), "attention"),
         (Cotangents(options.gather_outputs), "cotangents"),
         (Enter(options.grad_sync), "enter"),
     )
+
+
+def _run(
+    captured: Captured, axes: tuple[Axis, ...], options: Options, passes: tuple[tuple[Any, Stage], ...]
+) -> tuple[fx.GraphModule, tuple[str, ...], dict[str, float]]:
+    """The module after ``passes``, the markers' notes, and what each pass took."""
+    module = _copied(captured.module)
+    seconds: dict[str, float] = {}
+    for step in _SPELLING:
+        _timed(seconds, step, module)
     notes: tuple[str, ...] = ()
-    for step_, stage in steps:
-        _timed(seconds, step_, module)
+    for step, stage in passes:
+        _timed(seconds, step, module)
+        while stage == "propagate" and (pair := unequal_sizes(module)) and captured.sizes.assume_equal(*pair):
+            _timed(seconds, step, module)  # what was decided before holds a symbol that is gone
         if stage == "propagate":  # markers carry their notes, and are gone after it
             notes = tuple(note for node in module.graph.nodes if (note := decision(node).note))
         if options.verify:
-            verify(module, stage, outputs_whole=options.gather_outputs, grad_sync=options.grad_sync)
+            verify(module, stage, outputs_whole=options.gather_outputs)
     module.recompile()
-    return Rewritten(captured, live, options, module, notes, seconds)
+    return module, notes, seconds
 
 
 def lower(rewritten: Rewritten, coords: Coords) -> fx.GraphModule:
@@ -138,6 +170,18 @@ def lower_ranks(rewritten: Rewritten) -> list[fx.GraphModule]:
     return modules
 
 
+def shortest_sizes(rewritten: Rewritten) -> list[tuple[Size, int]]:
+    """For every symbolic segment that is divided, how long it must be for each rank to get a share."""
+    found: dict[tuple[Size, int], None] = {}
+    for node in rewritten.module.graph.nodes:
+        for layout in decision(node).results:
+            for dim in () if layout is None else layout.dims:
+                for segment in segments_of(dim):
+                    if segment.axes and not isinstance(segment.size, int):
+                        found[segment.size, math.prod(axis.size for axis in segment.axes)] = None
+    return list(found)
+
+
 def _copied(module: fx.GraphModule) -> fx.GraphModule:
     """The same graph over the same parameters, with metadata of its own."""
     graph = fx.Graph()
@@ -150,8 +194,8 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
     return _LazyGraphModule(module, graph, class_name=type(module).__name__)
 
 
-def _timed(seconds: dict[str, float], step: object, module: fx.GraphModule) -> None:
+def _timed(seconds: dict[str, float], step: Any, module: fx.GraphModule) -> None:
     start = time.perf_counter()
     with torch.no_grad():
-        step(module)  # type: ignore[operator]
-    seconds[step.name] = time.perf_counter() - start  # type: ignore[attr-defined]
+        step(module)
+    seconds[step.name] = seconds.get(step.name, 0.0) + time.perf_counter() - start

@@ -200,6 +200,8 @@ def meet(left: Dim, right: Dim) -> Dim | Refusal:
         return left
     if left.is_replicated:
         return right
+    if (finer := _finer(left, right)) is not None:
+        return finer
     met: list[Part | Dim] = []
     lefts, rights = list(left.parts), list(right.parts)
     while lefts and rights:
@@ -231,7 +233,12 @@ def _meet_parts(a: Part, b: Part) -> Part | Dim | None:
     if isinstance(a, Product) and isinstance(b, Product) and a.inner.size == b.inner.size:
         outer, inner = meet(Dim.of(a.outer), Dim.of(b.outer)), meet(a.inner, b.inner)
         return None if isinstance(outer, Refusal) or isinstance(inner, Refusal) else multiplied(outer, inner)
-    for fine, coarse in ((Dim.of(a), Dim.of(b)), (Dim.of(b), Dim.of(a))):
+    return _finer(Dim.of(a), Dim.of(b))
+
+
+def _finer(left: Dim, right: Dim) -> Dim | None:
+    """The one of two dims that divides the other's shares further."""
+    for fine, coarse in ((left, right), (right, left)):
         if fine.axes > coarse.axes and fine.gathered(fine.axes - coarse.axes) == coarse:
             return fine
     return None
@@ -252,3 +259,13 @@ def _first_row(part: Product) -> list[Part] | None:
 def is_slice_of(whole_dim: Dim, target: Dim) -> bool:
     """Whether a rank that holds ``whole_dim`` already holds all that ``target`` asks of it."""
     return meet(whole_dim, target) == target
+
+
+def first_unequal(left: Dim, right: Dim) -> tuple[Size, Size] | None:
+    """The sizes of the first two parts that differ between dims of equal size, where both are divided alike."""
+    for a, b in zip(left.parts, right.parts, strict=False):
+        if a.size != b.size:
+            alike = isinstance(a, Segment) and isinstance(b, Segment) and a.axes == b.axes and not a.is_replicated
+            symbolic = not (isinstance(a.size, int) and isinstance(b.size, int))
+            return (a.size, b.size) if alike and symbolic else None
+    return None

@@ -12,14 +12,14 @@ from torch import fx, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from cpcompile.accounting import CountTraffic, Traffic
-from cpcompile.assemble import unshard
+from cpcompile.assemble import all_coords, unshard
 from cpcompile.capture import Captured
 from cpcompile.check_report import CheckReport, Difference
 from cpcompile.compiled import captured_call, compile_call, plan_of
 from cpcompile.decision import decision, has_decision, is_tensor, module_of
 from cpcompile.errors import MeshError, Problem
 from cpcompile.layout import Axis
-from cpcompile.pipeline import Options, Rewritten, bind_groups, lower
+from cpcompile.pipeline import Options, Rewritten, bind_groups, lower_ranks
 from cpcompile.report import Report
 from cpcompile.threads import run_ranks
 from cpcompile.trees import flatten
@@ -139,12 +139,12 @@ def check_captured(
         worst = max(errors, key=lambda name: errors[name], default="")
         max_grad_error = errors.get(worst, 0.0)
         failed = {name: found for name, found in errors.items() if not found <= tolerance}
-        noise = _kernel_noise(model, args, kwargs, against) if failed else {}
-        beyond = {name for name, found in failed.items() if not found <= 2 * noise[name]}
+        noise = _noise(model, args, kwargs, against) if failed else {}
+        beyond = {name for name, found in failed.items() if not found <= _excused(noise[name])}
         excused = not beyond
         if failed and excused:
             names = ", ".join(sorted(failed))
-            report = _noted(report, f"{names}: within 2x of what two attention kernels differ by on one device")
+            report = _noted(report, f"{names}: no further off than rounding alone brings one device")
     return CheckReport(
         ok=max_error <= tolerance and excused,
         max_error=max_error,
@@ -160,11 +160,23 @@ def check_captured(
     )
 
 
-def reference(model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, *, backward: bool) -> Reference:
-    """The model itself on one device."""
+def reference(
+    model: nn.Module,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any] | None,
+    *,
+    backward: bool,
+    parameters: Mapping[str, torch.Tensor] | None = None,
+) -> Reference:
+    """The model itself on one device, or with other ``parameters`` by the names of its own."""
     names, sources = _differentiable(model, flatten((tuple(args), dict(kwargs or {})))[0])
     with torch.set_grad_enabled(backward):
-        outputs, _ = flatten(model(*args, **dict(kwargs or {})))
+        if parameters is None:
+            result = model(*args, **dict(kwargs or {}))
+        else:
+            result = torch.func.functional_call(model, dict(parameters), tuple(args), dict(kwargs or {}))
+            sources = tuple(parameters.get(name, source) for name, source in zip(names, sources, strict=True))
+        outputs, _ = flatten(result)
     generator = torch.Generator().manual_seed(20)
     cotangents = tuple(
         torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in _carriers(outputs)
@@ -186,9 +198,11 @@ def simulate(
 ) -> list[_Rank]:
     """All ranks' runs of a rewritten program, in rank order."""
     _, sources = _differentiable(model, tensors)
+    modules = lower_ranks(rewritten)
+    ranks = all_coords(rewritten.axes)
 
     def program(coords: dict[str, int], groups: dict[str, str]) -> _Rank:
-        module = lower(rewritten, coords)
+        module = modules[ranks.index(coords)]
         bind_groups(module, groups)
         recorder = _Recorder(module) if record else None
         with torch.set_grad_enabled(backward), CountTraffic() as forward:
@@ -251,16 +265,39 @@ def _gradient_errors(ranks: Sequence[_Rank], against: Reference) -> dict[str, fl
     return errors
 
 
-def _kernel_noise(
+def _noise(
     model: nn.Module, args: Sequence[Any], kwargs: Mapping[str, Any] | None, against: Reference
 ) -> dict[str, float]:
-    """For each parameter how much one device's gradient changes with the attention kernel: rounding and no more."""
+    """For each parameter how much rounding alone changes its gradient on one device.
+
+    With another attention kernel, and with the parameters' last bits changed: a gradient that is zero but for rounding
+    (of a key's bias: a softmax does not see it) is as large as its own noise.
+    """
     with sdpa_kernel(SDPBackend.MATH):
-        other = reference(model, args, kwargs, backward=True)
-    noise: dict[str, float] = {}
-    for name, mine, want in zip(against.names, other.gradients, against.gradients, strict=True):
-        noise[name] = 0.0 if mine is None or want is None else error(mine, want)
+        others = [reference(model, args, kwargs, backward=True)]
+    generator = torch.Generator().manual_seed(21)
+    for _ in range(3):
+        near = {name: _last_bits_changed(value, generator) for name, value in model.named_parameters()}
+        others.append(reference(model, args, kwargs, backward=True, parameters=near))
+    noise = dict.fromkeys(against.names, 0.0)
+    for other in others:
+        for name, mine, want in zip(against.names, other.gradients, against.gradients, strict=True):
+            if mine is not None and want is not None:
+                noise[name] = max(noise[name], error(mine, want))
     return noise
+
+
+def _excused(noise: float) -> float:
+    """The error that rounding explains: twice the noise, and more where the gradient is nothing else."""
+    return 2 * noise if noise < 0.25 else 8 * noise
+
+
+def _last_bits_changed(value: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    if not value.is_floating_point():
+        return value
+    eps = torch.finfo(value.dtype).eps
+    factor = 1 + eps * torch.randint(-2, 3, value.shape, generator=generator)
+    return (value.detach() * factor.to(value)).requires_grad_(value.requires_grad)
 
 
 def _noted(report: Report, note: str) -> Report:

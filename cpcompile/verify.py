@@ -89,7 +89,9 @@ def _all_decided(graph: fx.Graph, findings: Findings) -> bool:
         elif len(made.results) != len(values) or any(
             (layout is None) != (value is None) for layout, value in zip(made.results, values, strict=True)
         ):
-            findings.add(node, f"it has {len(values)} results and layouts for {len(made.results)} of them, or for others")
+            findings.add(
+                node, f"it has {len(values)} results and layouts for {len(made.results)} of them, or for others"
+            )
     return len(findings.problems) == before
 
 
@@ -114,7 +116,9 @@ def _check_layouts(node: fx.Node, findings: Findings) -> None:
         if layout is None or value is None:
             continue
         if layout.shape != shape_of(value):
-            findings.add(node, f"{what} has the global shape {shape_of(value)}, its layout {layout} is of {layout.shape}")
+            findings.add(
+                node, f"{what} has the global shape {shape_of(value)}, its layout {layout} is of {layout.shape}"
+            )
         if conflict := layout.axis_conflict():
             findings.add(node, f"{what} cannot lie as {layout}: {conflict}")
     if node.target is operator.getitem:
@@ -122,7 +126,9 @@ def _check_layouts(node: fx.Node, findings: Findings) -> None:
         if isinstance(source, fx.Node) and isinstance(index, int) and not is_tensor(source):
             given = decision(source).results[index]
             if made.results[0] != given:
-                findings.add(node, f"it lies as {made.results[0]}, as item {index} of {findings.name(source)} as {given}")
+                findings.add(
+                    node, f"it lies as {made.results[0]}, as item {index} of {findings.name(source)} as {given}"
+                )
 
 
 def _check_operands(node: fx.Node, findings: Findings, outputs_whole: bool) -> None:
@@ -198,12 +204,16 @@ def _check_cotangent(node: fx.Node, findings: Findings, outputs_whole: bool) -> 
         findings.add(node, f"the cotangent of a value whole on every rank is full or pending, not {state.value}")
         return
     if state is Cotangent.FULL and must_be_pending(node):
-        findings.add(node, "its cotangent must be pending: ranks make it of different values, and not by a whole gather")
+        findings.add(
+            node, "its cotangent must be pending: ranks make it of different values, and not by a whole gather"
+        )
     for user in node.users:
         given = contribution(user, node, outputs_whole=outputs_whole)
         if given is not state:
             need = ", which needs a cp.pend between" if given is Cotangent.FULL else ""
-            law = f"its use by {findings.name(user)} gives a {given.value} cotangent, but its own is {state.value}{need}"
+            law = (
+                f"its use by {findings.name(user)} gives a {given.value} cotangent, but its own is {state.value}{need}"
+            )
             findings.add(node, law)
 
 

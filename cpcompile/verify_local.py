@@ -98,7 +98,9 @@ class _Lowered:
         made = {node.meta["origin"]: node for node in self.module.graph.nodes if "origin" in node.meta}
         for origin in next(iter(made)).graph.nodes if made else ():
             value = origin.meta.get("val")
-            if origin.op in ("placeholder", "get_attr") or isinstance(value, (int, float, torch.SymInt, torch.SymFloat)):
+            if origin.op in ("placeholder", "get_attr") or isinstance(
+                value, (int, float, torch.SymInt, torch.SymFloat)
+            ):
                 continue
             if origin.target is operator.getitem and origin.args[0].target in (neutral.exchange, neutral.enter):
                 self._item(origin, origin.args[0], made)
@@ -122,7 +124,7 @@ class _Lowered:
         entered = made[item].args[0]
         if not isinstance(entered, fx.Node) or entered.target is not collectives.enter_sum:
             self.findings.add(item, f"{self._name(made[item])} is not what enters")
-        elif entered.args[0][index] is not made.get(operand):  # type: ignore[index, union-attr]
+        elif entered.args[0][index] is not made.get(operand):  # type: ignore[index]
             self.findings.add(item, f"{self._name(operand)} should enter here, another value does")
 
     def _node(self, origin: fx.Node, lowered: fx.Node, made: Mapping[fx.Node, fx.Node]) -> None:
@@ -142,12 +144,14 @@ class _Lowered:
         if origin.op == "call_function" and decision(origin).target is not None:
             operands = operands[:1]
         taken: list[fx.Node] = []
-        fx.node.map_arg((lowered.args, lowered.kwargs), lambda node: taken.append(node) or node)
+        fx.node.map_arg((lowered.args, lowered.kwargs), taken.append)
         taken = [node for node in taken if isinstance(self.local.values.get(node), Spec)]
         wanted = [made.get(operand) for operand in operands]
         if taken != wanted:
             one, other = (", ".join(self._name(n) if n else "?" for n in nodes) for nodes in (taken, wanted))
-            self.findings.add(origin, f"{self._name(lowered)} takes ({one}) where the values of its operands are ({other})")
+            self.findings.add(
+                origin, f"{self._name(lowered)} takes ({one}) where the values of its operands are ({other})"
+            )
         if origin.target is neutral.pend and lowered.target is not collectives.pend_on_one:
             self.findings.add(origin, f"{self._name(lowered)} does not keep the cotangent on one rank")
         if origin.target is neutral.reduce:
@@ -160,7 +164,9 @@ class _Lowered:
         _, group, full, _ = lowered.args
         axes = {partial.axis.name for partial in decision(tensor_operands(origin)[0]).layout.partial}
         if set(str(group).split(".")) != axes:
-            self.findings.add(origin, f"{self._name(lowered)} sums over {group}, what is pending is so over {sorted(axes)}")
+            self.findings.add(
+                origin, f"{self._name(lowered)} sums over {group}, what is pending is so over {sorted(axes)}"
+            )
         if full is not (decision(origin).cotangent is not Cotangent.PENDING):
             state = decision(origin).cotangent.value
             self.findings.add(origin, f"{self._name(lowered)} has not the backward for a {state} cotangent")
@@ -176,7 +182,9 @@ class _Lowered:
         item = lowered if lowered is None else _before_reshape(lowered)
         exchanged = item.args[0] if item is not None and item.target is operator.getitem else None
         if item is None or not isinstance(exchanged, fx.Node) or exchanged.target is not collectives.exchange_blocks:
-            self.findings.add(origin, f"{'nothing' if lowered is None else self._name(lowered)} exchanges {self._name(operand)}")
+            self.findings.add(
+                origin, f"{'nothing' if lowered is None else self._name(lowered)} exchanges {self._name(operand)}"
+            )
             return
         if item.args[1] != index:
             self.findings.add(origin, f"{self._name(item)} should be item {index} of {self._name(exchanged)}")
@@ -185,13 +193,17 @@ class _Lowered:
         assert isinstance(sent, fx.Node)
         layouts = decision(operand).layout, decision(result).layout
         if sent is not made.get(operand) and _before_reshape(sent) is not made.get(operand):
-            self.findings.add(origin, f"{self._name(exchanged)} sends {self._name(sent)} in place of {self._name(operand)}")
+            self.findings.add(
+                origin, f"{self._name(exchanged)} sends {self._name(sent)} in place of {self._name(operand)}"
+            )
         else:
             self._promised(origin, sent, self.local.shape(explode(*layouts).source, self.coords))
         self._promised(origin, item, self.local.shape(explode(*layouts).target, self.coords))
         moved = moved_axes(*layouts)
         if isinstance(moved, tuple) and not {axis.name for axis in moved} <= set(str(group).split(".")):
-            self.findings.add(origin, f"{self._name(exchanged)} runs over {group}: {layouts[0]} to {layouts[1]} needs more")
+            self.findings.add(
+                origin, f"{self._name(exchanged)} runs over {group}: {layouts[0]} to {layouts[1]} needs more"
+            )
         if full is not (decision(origin).cotangent is Cotangent.FULL):
             state = decision(origin).cotangent.value
             self.findings.add(origin, f"{self._name(exchanged)} has not the backward for a {state} cotangent")

@@ -46,7 +46,9 @@ def verify_ranks(lowered_by_rank: Sequence[fx.GraphModule], axes: Sequence[Axis]
     runs = [[node for node in module.graph.nodes if _is_collective(node)] for module in lowered_by_rank]
     _check_pends(lowered_by_rank, findings)
     count = _common(runs, ranks, findings)
-    local = [run_on_shapes(module, coords) for module, coords in zip(lowered_by_rank, ranks, strict=True)]
+    local = [LocalValues() for _ in ranks]
+    if any(_has_symbols(node) for node in runs[0]):
+        local = [run_on_shapes(module, coords) for module, coords in zip(lowered_by_rank, ranks, strict=True)]
     known: dict[Any, list[str]] = {}
     for nodes in zip(*(run[:count] for run in runs), strict=True):
         if nodes[0].target is collectives.exchange_blocks:
@@ -57,6 +59,13 @@ def verify_ranks(lowered_by_rank: Sequence[fx.GraphModule], axes: Sequence[Axis]
 
 def _is_collective(node: fx.Node) -> bool:
     return node.op == "call_function" and (node.target in collectives.GROUP_ARGUMENT or is_raw_collective(node))
+
+
+def _has_symbols(node: fx.Node) -> bool:
+    """Whether sizes in an exchange's arguments are computed in the graph."""
+    found: list[fx.Node] = []
+    fx.node.map_arg(node.args[1:], found.append)
+    return node.target is collectives.exchange_blocks and bool(found)
 
 
 def _signature(node: fx.Node) -> tuple[Any, ...]:
@@ -71,7 +80,7 @@ def _signature(node: fx.Node) -> tuple[Any, ...]:
 
 
 def _common(runs: Sequence[Sequence[fx.Node]], ranks: Sequence[Coords], findings: Findings) -> int:
-    """How many collectives the ranks have in common, from the first on; where one differs from the first rank, a law."""
+    """How many collectives all ranks have in common, from the first on."""
     count = len(runs[0])
     for run, coords in zip(runs[1:], ranks[1:], strict=True):
         for position in range(max(len(run), len(runs[0]))):
@@ -98,7 +107,12 @@ def _described(node: fx.Node | None, findings: Findings) -> str:
 
 def _check_pends(lowered_by_rank: Sequence[fx.GraphModule], findings: Findings) -> None:
     """What is kept on one rank is kept on exactly one."""
-    for nodes in zip(*([n for n in m.graph.nodes if n.target is collectives.pend_on_one] for m in lowered_by_rank)):
+    by_origin: dict[fx.Node, list[fx.Node]] = {}
+    for module in lowered_by_rank:
+        for node in module.graph.nodes:
+            if node.target is collectives.pend_on_one:
+                by_origin.setdefault(node.meta["origin"], []).append(node)
+    for nodes in by_origin.values():
         kept = sum(bool(node.args[1]) for node in nodes)
         if kept != 1:
             findings.add(nodes[0], f"its cotangent is kept on one rank, not on {kept}")
@@ -179,7 +193,9 @@ class _Simulated:
         for coords, exchange in zip(self.ranks, self.exchanges, strict=True):
             if exchange.shapes[index] != pair.target.local_shape(coords):
                 shape = pair.target.local_shape(coords)
-                found.append(f"the rank at {place(coords)} makes room for {exchange.shapes[index]}, its shard is {shape}")
+                found.append(
+                    f"the rank at {place(coords)} makes room for {exchange.shapes[index]}, its shard is {shape}"
+                )
             if peers(self.group, coords)[exchange.rank] != dict(coords):
                 found.append(f"the rank at {place(coords)} takes itself for number {exchange.rank} of its group")
             if self.alike and len(set(exchange.send[index])) != 1:
@@ -211,14 +227,18 @@ class _Simulated:
                     found.append(f"{between} what is sent is not what is awaited: {_sizes(sent)}, {_sizes(boxes)}")
                     continue
                 for (at, lengths), (to, _) in zip(sent, boxes, strict=True):
-                    piece, room = (_part(x, start, lengths, kept_inside) for x, start in ((held[sender], at), (out, to)))
+                    piece, room = (
+                        _part(x, start, lengths, kept_inside) for x, start in ((held[sender], at), (out, to))
+                    )
                     if piece is None or room is None:
                         found.append(f"{between} a block lies outside its tensor")
                     else:
                         room.copy_(piece)
             wanted = shard(numbers, small[1], coords)
             if out.numel() != wanted.numel() or not torch.equal(out.reshape(wanted.shape), wanted):
-                found.append(f"the rank at {place(coords)} gets other elements than its shard of {target}, from {source}")
+                found.append(
+                    f"the rank at {place(coords)} gets other elements than its shard of {target}, from {source}"
+                )
         return found
 
     def _kept(self, index: int, source: Layout, target: Layout, pair: Pair) -> tuple[list[bool], list[bool]]:

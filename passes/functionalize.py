@@ -32,6 +32,9 @@ class Functionalize:
 
     def __call__(self, module: fx.GraphModule) -> None:
         """Rewrite ``module`` in place."""
+        for node in module.graph.nodes:
+            if node.target is aten.detach_.default:  # writes no numbers
+                node.target = aten.detach.default
         written = [node for node in module.graph.nodes if _is_write(node)]
         if written:
             _Rewriter(module.graph).run()
@@ -70,7 +73,7 @@ class _Rewriter:
             parent = self._parent(node)  # before its operands become other nodes
             self._refresh_operands(node)
             if parent is not None:
-                self._views[node] = parent
+                self._views[node] = self._written(parent)
                 self._root[node] = self._root[parent]
                 self._now[node] = (self._version[self._root[parent]], node)
             elif node.op != "output":
@@ -78,8 +81,7 @@ class _Rewriter:
                 self._version[node] = 0
                 self._now[node] = (0, node)
         for node in reversed(list(self._graph.nodes)):
-            if _is_write(node):
-                node.replace_all_uses_with(self._current(node.args[0]))
+            if _is_write(node):  # whatever used it reads the value since
                 self._graph.erase_node(node)
 
     def _parent(self, node: fx.Node) -> fx.Node | None:
@@ -107,12 +109,12 @@ class _Rewriter:
 
     def _current(self, node: Any) -> fx.Node:
         """The value now of a view or buffer: views are taken anew from their parent's value."""
+        node = self._written(node)
         root = self._root[node]
         version, value = self._now[node]
         if version == self._version[root] or node is root:
             return value
-        parent = self._views[node]
-        fresh = self._replay(node, self._current(parent))
+        fresh = self._replay(node, self._current(self._views[node]))
         self._now[node] = (self._version[root], fresh)
         return fresh
 
@@ -128,6 +130,7 @@ class _Rewriter:
         target = node.args[0]
         assert isinstance(target, fx.Node)
         assert isinstance(node.target, torch._ops.OpOverload)
+        target = self._written(target)
         root = self._root[target]
         if root.op in ("placeholder", "get_attr"):
             what = "its input" if root.op == "placeholder" else "its parameter or buffer"
@@ -137,7 +140,10 @@ class _Rewriter:
             value = self._functional(node, self._current(target))
             self._store(node, target, value)
         self._root[node], self._views[node] = root, target
-        self._now[node] = self._now[target]
+
+    def _written(self, node: fx.Node) -> fx.Node:
+        """The view or buffer that a write's result is; any other node itself."""
+        return self._views[node] if _is_write(node) else node
 
     def _functional(self, node: fx.Node, current: fx.Node) -> fx.Node:
         """What the written view holds afterwards."""

@@ -54,7 +54,7 @@ class Normalize:
 def _changes_nothing(node: fx.Node) -> bool:
     if node.target is aten.dropout.default:
         probability, train = node.args[1], node.args[2]
-        return train is False or probability == 0.0
+        return not bool(train) or bool(probability == 0.0)
     if node.target not in _SAME or node.target is aten.contiguous.default:
         return False
     source = node.args[0]

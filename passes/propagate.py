@@ -25,11 +25,12 @@ from cpcompile.errors import Refusal
 from cpcompile.layout import Axis, Layout, sharded, whole
 from cpcompile.ops.markers import mark
 from cpcompile.passes.rules import rule_for
-from cpcompile.passes.rules.attention import Policy, attention
+from cpcompile.passes.rules.attention import Policy, Site, attention
 from cpcompile.passes.rules.bind import bind
 from cpcompile.passes.rules.call import Answer, Call, Operand, Result, Rule
 from cpcompile.plan import PlanEntry
-from cpcompile.sizes import product
+from cpcompile.reshape import first_unequal
+from cpcompile.sizes import Size, product
 
 aten = torch.ops.aten
 
@@ -105,15 +106,17 @@ class Propagate:
 
     def _call(self, node: fx.Node) -> Decision:
         layouts = [layout_of(operand) for operand in tensor_operands(node)]
+        is_site = node.target is aten.scaled_dot_product_attention.default and node.target not in self.rules
         if all(layout.is_replicated for layout in layouts):
-            return Decision(_whole_results(node), tuple(layouts))
+            untouched = Site("local", *layouts[:3], Layout.replicated(shape_of(node.meta["val"]))) if is_site else None
+            return Decision(_whole_results(node), tuple(layouts), site=untouched)
         site = None
         answer: Answer | Refusal
         if not isinstance(node.target, OpOverload):
             answer = Refusal(f"{node.target} is no operator that a rule could exist for")
         elif any(result is None for result in tensor_results(node)):
             answer = Refusal(f"{node.target} gives results that are no tensors")
-        elif node.target is aten.scaled_dot_product_attention.default and node.target not in self.rules:
+        elif is_site:
             found = attention(call_of(node), self.gather_axes, self.policy)
             answer, site = (found, None) if isinstance(found, Refusal) else found
         else:
@@ -204,3 +207,17 @@ def _like_operands(node: fx.Node) -> Iterator[Layout | None]:
         for layout in alike[:1]:
             dims = [own if own.size == size else whole(size) for own, size in zip(layout.dims, shape, strict=True)]
         yield Layout(tuple(dims))
+
+
+def unequal_sizes(module: fx.GraphModule) -> tuple[Size, Size] | None:
+    """The sizes of the first two sharded segments that meet and are not known to be equal, if there are any."""
+    for node in module.graph.nodes:
+        if node.op == "output" or decision(node).fallback is not None:
+            continue
+        for operand, needed in zip(tensor_operands(node), decision(node).operands, strict=True):
+            for own, wanted in zip(layout_of(operand).dims, needed.dims, strict=True):
+                if own != wanted and not own.is_replicated and not wanted.is_replicated:
+                    pair = first_unequal(own, wanted)
+                    if pair is not None:
+                        return pair
+    return None

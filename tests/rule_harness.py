@@ -8,8 +8,7 @@ whole on every rank), and the operands' gradients, assembled in the same way, ar
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -26,7 +25,7 @@ from cpcompile.passes.rules.call import Answer, Call, Operand, Result
 from cpcompile.reshape import is_slice_of
 from cpcompile.sizes import Size
 
-from .strategies import Mesh
+from tests.strategies import Mesh
 
 Kwargs = Mapping[str, Any] | None
 
@@ -58,7 +57,6 @@ def check(
     kwargs: Kwargs = None,
     free: bool = False,
     values: bool = True,
-    tolerance: float = 1e-12,
 ) -> Answer:
     """The property. ``free``: nothing but slicing may be asked of any operand. ``values``: False where results have no
     values of their own (``empty``)."""
@@ -74,7 +72,7 @@ def check(
         if free:
             slices = all(is_slice_of(has, gets) for has, gets in zip(layout.dims, wanted.dims, strict=True))
             assert slices and layout.partial == wanted.partial, f"{target}: {layout} has to become {wanted}"
-    _Property(target, args, kwargs, answer, needed, mesh, tolerance).run(values=values)
+    _Property(target, args, kwargs, answer, needed, mesh).run(values=values)
     return answer
 
 
@@ -115,16 +113,17 @@ class _Property:
         answer: Answer,
         needed: Sequence[Layout],
         mesh: Mesh,
-        tolerance: float,
     ) -> None:
         self.target, self.args, self.kwargs, self.answer, self.needed = target, args, kwargs, answer, needed
-        self.mesh, self.tolerance = mesh, tolerance
+        self.mesh = mesh
         self.places = all_coords(mesh)
         self.random = torch.Generator().manual_seed(0)
 
     def run(self, *, values: bool) -> None:
         globals_ = [_leaf(x) for x in _tensors((self.args, self.kwargs))]
         expected = _results(self._call(self.target, globals_, self.args, self.kwargs))
+        eps = max(torch.finfo(x.dtype).eps for x in (torch.zeros((), dtype=torch.float64), *_inexact(globals_ + expected)))
+        self.tolerance = max(8 * eps, 1e-12)
         shards = [self._scattered(x.detach(), layout) for x, layout in zip(globals_, self.needed, strict=True)]
         operands = [[_leaf(shard[rank]) for shard in shards] for rank in range(len(self.places))]
         found = [self._local(rank, mine) for rank, mine in enumerate(operands)]
@@ -266,6 +265,10 @@ def _tensors(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
+def _inexact(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    return [x for x in tensors if x.is_floating_point() or x.is_complex()]
+
+
 def _leaf(x: torch.Tensor) -> torch.Tensor:
     return x.detach().clone().requires_grad_(x.is_floating_point() or x.is_complex())
 
@@ -286,5 +289,3 @@ def _grid(layout: Layout, coords: Coords) -> tuple[torch.Tensor, ...]:
 
 def _held(x: torch.Tensor, layout: Layout, coords: Coords) -> torch.Tensor:
     return x[_grid(layout, coords)]
-
-

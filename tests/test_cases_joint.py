@@ -7,40 +7,35 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.small_models import MESHES, Attention, Input, Joint, Output, equal, kinds, padding, rand
+from tests.small_models import MESHES, Attention, Input, Joint, Output, covered, equal, padding, rand
 
 BOTH = {"": {"text": Input(1), "image": Input(1)}}
 IMAGE = {"": {"image": Input(1)}}
+WIDE = (*MESHES, (1, 4), (4, 1))
 PLANS = {"both": BOTH, "image": IMAGE, "text": {"": {"text": Input(1)}}}
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [*MESHES, (1, 4), (4, 1)])
 @pytest.mark.parametrize(("text", "image"), [(7, 16), (8, 16), (5, 9), (1, 8), (16, 7)])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_text_and_image(ring, ulysses, text, image, plan):
+def test_text_and_image(text, image, plan):
     args = rand(2, text, 16, grad=True), rand(2, image, 16, seed=1, grad=True)
-    report = equal(Joint(), plan, *args, ring=ring, ulysses=ulysses)
-    assert len(report.sites) == 2
-    assert not report.fallbacks
+    for report in covered(equal(Joint(), plan, *args, meshes=WIDE)):
+        assert len(report.sites) == 2
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_image_before_text(ring, ulysses, plan):
+def test_image_before_text(plan):
     args = rand(2, 7, 16), rand(2, 9, 16, seed=1)
-    report = equal(Joint(image_first=True), plan, *args, ring=ring, ulysses=ulysses)
-    assert not report.fallbacks
+    covered(equal(Joint(image_first=True), plan, *args))
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [*MESHES, (1, 4), (4, 1)])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
-def test_padded_text_and_padded_image(ring, ulysses, plan, dtype):
+def test_padded_text_and_padded_image(plan, dtype):
     valid = torch.cat([padding(3, 4, size=4), padding(6, 2, size=6)], dim=1)[:, None, None, :]
     mask = valid if dtype is torch.bool else torch.zeros(valid.shape, dtype=dtype).masked_fill(~valid, float("-inf"))
     args = rand(2, 4, 16), rand(2, 6, 16, seed=1)
-    report = equal(Joint(), plan, *args, mask, ring=ring, ulysses=ulysses)
-    assert not report.fallbacks
+    covered(equal(Joint(), plan, *args, mask, meshes=WIDE))
 
 
 class PaddedJoint(nn.Module):
@@ -55,32 +50,30 @@ class PaddedJoint(nn.Module):
         return self.joint(text, image, torch.cat(masks, dim=1)[:, None, None, :])
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 @pytest.mark.parametrize("image_first", [False, True])
 @pytest.mark.parametrize("sharded", [(), ("text_valid",), ("image_valid",), ("text_valid", "image_valid")])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_a_joint_mask_built_inside(ring, ulysses, image_first, sharded, plan):
+def test_a_joint_mask_built_inside(image_first, sharded, plan):
     plan = {"": {**plan[""], **{name: Input(1) for name in sharded}}}
     args = rand(2, 5, 16), rand(2, 8, 16, seed=1), padding(3, 5, size=5), padding(8, 6, size=8)
-    equal(PaddedJoint(image_first), plan, *args, ring=ring, ulysses=ulysses)
+    equal(PaddedJoint(image_first), plan, *args)
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_a_text_that_every_rank_holds_counts_once(ring, ulysses):
-    report = equal(Joint(depth=1), IMAGE, rand(1, 3, 16), rand(1, 8, 16, seed=1), ring=ring, ulysses=ulysses)
-    (site,) = report.sites
-    assert "3 ++ 8" in site.key
+def test_a_text_that_every_rank_holds_counts_once():
+    for report in equal(Joint(depth=1), IMAGE, rand(1, 3, 16), rand(1, 8, 16, seed=1)):
+        (site,) = report.sites
+        assert "3 ++ 8" in site.key
 
 
 def test_a_segment_shorter_than_the_ranks_stays_whole_and_is_noted():
-    report = equal(Joint(), BOTH, rand(2, 1, 16), rand(2, 8, 16, seed=1), ulysses=2)
+    (report,) = equal(Joint(), BOTH, rand(2, 1, 16), rand(2, 8, 16, seed=1), meshes=[(1, 2)])
     assert any("text" in note and "every rank keeps all" in note for note in report.report.notes)
-    report = equal(Joint(), BOTH, rand(2, 3, 16), rand(2, 8, 16, seed=1), ring=2, ulysses=2)
+    (report,) = equal(Joint(), BOTH, rand(2, 3, 16), rand(2, 8, 16, seed=1), meshes=[(2, 2)])
     assert any("3 indices for 4 ranks" in note for note in report.report.notes)
 
 
 def test_everything_shorter_than_the_ranks_runs_whole():
-    report = equal(Joint(), BOTH, rand(2, 2, 16), rand(2, 3, 16, seed=1), ulysses=4)
+    (report,) = equal(Joint(), BOTH, rand(2, 2, 16), rand(2, 3, 16, seed=1), meshes=[(1, 4)])
     assert len(report.report.notes) == 2
     assert not any(report.bytes_sent)
 
@@ -99,12 +92,10 @@ class JoinedBlock(nn.Module):
         return joined[:, : text.shape[1]], joined[:, text.shape[1] :]
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_one_stream_of_text_and_image_cut_by_slices(ring, ulysses, plan):
+def test_one_stream_of_text_and_image_cut_by_slices(plan):
     args = rand(2, 5, 16, grad=True), rand(2, 9, 16, seed=1, grad=True), rand(2, 16, seed=2, grad=True)
-    report = equal(JoinedBlock(), plan, *args, ring=ring, ulysses=ulysses)
-    assert not report.fallbacks
+    covered(equal(JoinedBlock(), plan, *args))
 
 
 class CutElsewhere(nn.Module):
@@ -115,11 +106,10 @@ class CutElsewhere(nn.Module):
         return joined[:, :3].sin(), joined[:, 3:].cos(), joined[:, -2:], joined[:, 6]
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
-def test_a_cut_inside_a_sharded_segment(ring, ulysses, plan):
+def test_a_cut_inside_a_sharded_segment(plan):
     args = rand(2, 5, 16, grad=True), rand(2, 9, 16, seed=1, grad=True)
-    equal(CutElsewhere(), plan, *args, ring=ring, ulysses=ulysses)
+    equal(CutElsewhere(), plan, *args)
 
 
 class ThreeStreams(nn.Module):
@@ -137,15 +127,12 @@ class ThreeStreams(nn.Module):
         return self.out(torch.cat([third, self.text(second) + text, first], dim=1))
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 @pytest.mark.parametrize("names", [("image",), ("image", "reference"), ("text", "reference"), ("text",)])
-def test_three_streams_joined_in_another_order(ring, ulysses, names):
+def test_three_streams_joined_in_another_order(names):
     args = rand(2, 6, 16), rand(2, 3, 16, seed=1), rand(2, 9, 16, seed=2)
-    report = equal(ThreeStreams(), {"": {name: Input(1) for name in names}}, *args, ring=ring, ulysses=ulysses)
-    assert not report.fallbacks
+    covered(equal(ThreeStreams(), {"": {name: Input(1) for name in names}}, *args))
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_the_plan_gathers_the_image_between_blocks(ring, ulysses):
+def test_the_plan_gathers_the_image_between_blocks():
     plan = {**BOTH, "attn.0": [None, Output(1)]}
-    equal(Joint(), plan, rand(2, 5, 16), rand(2, 9, 16, seed=1), ring=ring, ulysses=ulysses)
+    equal(Joint(), plan, rand(2, 5, 16), rand(2, 9, 16, seed=1))

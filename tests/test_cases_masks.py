@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.small_models import MESHES, SPLIT, Attention, Input, Tower, equal, padding, rand
+from tests.small_models import MESHES, SPLIT, Attention, Input, Tower, covered, equal, padding, rand
 
 B, H, S = 2, 4, 10
 VALID = padding(7, 4, size=S)
@@ -35,29 +35,25 @@ def mask_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return mask
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [*MESHES, (3, 1), (1, 3)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_whole_mask_of_every_shape(ring, ulysses, dtype, shape):
-    report = equal(Tower(depth=1), SPLIT, rand(B, S, 16), None, mask_of(shape, dtype), ring=ring, ulysses=ulysses)
-    assert not report.fallbacks
+def test_a_whole_mask_of_every_shape(dtype, shape):
+    covered(equal(Tower(depth=1), SPLIT, rand(B, S, 16), None, mask_of(shape, dtype), meshes=[*MESHES, (3, 1), (1, 3)]))
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_bias_that_is_learned(ring, ulysses, shape):
+def test_a_bias_that_is_learned(shape):
     bias = rand(*shape, seed=4, grad=True)
-    equal(Tower(depth=1), SPLIT, rand(B, S, 16, grad=True), None, bias, ring=ring, ulysses=ulysses)
+    equal(Tower(depth=1), SPLIT, rand(B, S, 16, grad=True), None, bias)
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
 @pytest.mark.parametrize("name", SHAPES)
 @pytest.mark.parametrize("along", ["queries", "keys"])
-def test_a_mask_that_the_plan_shards(ring, ulysses, dtype, name, along):
+def test_a_mask_that_the_plan_shards(dtype, name, along):
     shape = SHAPES[name]
     plan = {"": {"x": Input(1), "mask": Input(-2 if along == "queries" else -1)}}
-    equal(Tower(depth=1), plan, rand(B, S, 16), None, mask_of(shape, dtype), ring=ring, ulysses=ulysses)
+    equal(Tower(depth=1), plan, rand(B, S, 16), None, mask_of(shape, dtype))
 
 
 class Masked(nn.Module):
@@ -121,18 +117,16 @@ GIVEN = (
 )
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 @pytest.mark.parametrize("kind", BUILT)
-def test_a_mask_built_from_positions(ring, ulysses, kind):
-    equal(Masked(kind), SPLIT, rand(B, S, 16), ring=ring, ulysses=ulysses)
+def test_a_mask_built_from_positions(kind):
+    equal(Masked(kind), SPLIT, rand(B, S, 16))
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 @pytest.mark.parametrize("kind", GIVEN)
 @pytest.mark.parametrize("sharded", [False, True], ids=["whole", "sharded"])
-def test_a_mask_built_from_the_valid_tokens(ring, ulysses, kind, sharded):
+def test_a_mask_built_from_the_valid_tokens(kind, sharded):
     plan = {"": {"x": Input(1), "valid": Input(1)}} if sharded else SPLIT
-    equal(Masked(kind), plan, rand(B, S, 16), VALID, ring=ring, ulysses=ulysses)
+    equal(Masked(kind), plan, rand(B, S, 16), VALID)
 
 
 class SoftCapped(nn.Module):
@@ -146,9 +140,8 @@ class SoftCapped(nn.Module):
         return torch.softmax(scores, -1) @ v
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
-def test_capped_scores_with_a_window(ring, ulysses):
-    equal(SoftCapped(), SPLIT, rand(2, 9, 24, grad=True), ring=ring, ulysses=ulysses)
+def test_capped_scores_with_a_window():
+    equal(SoftCapped(), SPLIT, rand(2, 9, 24, grad=True))
 
 
 class Blind(nn.Module):
@@ -159,21 +152,19 @@ class Blind(nn.Module):
         return F.scaled_dot_product_attention(heads, heads, heads, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), [*MESHES, (4, 1)])
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
-def test_keys_of_one_rank_all_masked_and_a_row_that_sees_nothing(ring, ulysses, dtype):
+def test_keys_of_one_rank_all_masked_and_a_row_that_sees_nothing(dtype):
     visible = torch.ones(1, 1, 8, 8, dtype=torch.bool)
     visible[..., :4] = False
     visible[..., 4:] = torch.arange(8)[:, None] % 3 > 0  # rows 0, 3 and 6 see nothing
     mask: Any = visible
     if dtype is not torch.bool:
         mask = torch.zeros(1, 1, 8, 8, dtype=dtype).masked_fill(~visible, float("-inf"))
-    equal(Blind(), SPLIT, rand(2, 8, 16, grad=True), mask, ring=ring, ulysses=ulysses)
+    equal(Blind(), SPLIT, rand(2, 8, 16, grad=True), mask, meshes=[*MESHES, (4, 1)])
 
 
-@pytest.mark.parametrize(("ring", "ulysses"), MESHES)
 @pytest.mark.parametrize("wanted", ["queries", "keys"])
-def test_a_pair_mask_for_cross_attention(ring, ulysses, wanted):
+def test_a_pair_mask_for_cross_attention(wanted):
     class Crossing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -184,4 +175,4 @@ def test_a_pair_mask_for_cross_attention(ring, ulysses, wanted):
 
     plan = SPLIT if wanted == "queries" else {"": {"context": Input(1)}}
     args = rand(2, 9, 16), rand(2, 5, 16, seed=1), mask_of((2, 1, 9, 5), torch.bool)
-    equal(Crossing(), plan, *args, ring=ring, ulysses=ulysses)
+    equal(Crossing(), plan, *args)

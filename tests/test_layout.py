@@ -166,8 +166,9 @@ def test_partial_values_are_combined_once(data: st.DataObject, mesh: Mesh) -> No
         assert disagreement(shards, layout, mesh) == 0.0
         spread = {rank: shard(x, layout, coords) for rank, coords in enumerate(all_coords(mesh))}
         assert torch.equal(unshard(spread, layout, mesh), x)
-        if rest and (axis := rest[0]).size > 1 and axis not in layout.axes and x.numel():
-            shards[next(r for r, c in enumerate(all_coords(mesh)) if c[axis.name] == 1)][0] += 1
+        other = next((rank for rank, c in enumerate(all_coords(mesh)) if rest and c[rest[0].name] == 1), None)
+        if other is not None and rest[0] not in layout.axes and shards[other].numel():
+            shards[other][0] += 1
             assert disagreement(shards, layout, mesh) == 1.0
 
 

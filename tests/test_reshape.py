@@ -198,13 +198,16 @@ def test_what_both_agree_on_is_a_slice_of_both(data: st.DataObject, mesh: Mesh) 
     left = data.draw(dims(mesh, depth=1))
     other: list[Part | Dim] = [part if data.draw(st.booleans()) else Segment(part.size) for part in left.parts]
     gone = [axis for axis in mesh if data.draw(st.booleans())]
-    for right in (Dim.of(*other), left.gathered(gone) or left, Dim.of(*other).gathered(gone) or left):
+    fewer = Dim.of(*other)
+    for right in (fewer, left.gathered(gone) or left, fewer.gathered(gone) or left):
         met = meet(left, right)
-        assert met == meet(right, left)
-        assert isinstance(met, Dim), f"({left}) holds no less than ({right})"
+        if isinstance(met, Refusal):  # whole parts and gathered axes at once may fold into rows that do not align
+            assert right not in (fewer, left.gathered(gone))
+            assert isinstance(meet(right, left), Refusal)
+            continue
+        assert met == meet(right, left) == left
         assert is_slice_of(left, met)
         assert is_slice_of(right, met)
-        assert met == left
         assert is_slice_of(met, right) == (right == met)
 
 
@@ -263,7 +266,13 @@ def test_symbolic_views_are_the_numeric_ones(index: int) -> None:
     assert isinstance(view, Layout), view
     assert view.shape == shape
     assert reshape(view, layout.shape) == layout
-    for value in (3, 4, 5, 7, 30):  # at fewer tokens than ranks a number is viewed as well, but another axis may take it
+    for value in (
+        3,
+        4,
+        5,
+        7,
+        30,
+    ):  # at fewer tokens than ranks a number is viewed as well, but another axis may take it
         numeric = reshape(*_symbolic_views(value)[index])
         assert isinstance(numeric, Layout)
         for coords in all_coords((DP, CP3)):

@@ -112,7 +112,8 @@ def test_constants_come_back_as_ints() -> None:
 
 def test_a_dynamic_shape_becomes_its_expression() -> None:
     env = ShapeEnv()
-    context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC, DimDynamic.STATIC])
+    kinds = [DimDynamic.DYNAMIC, DimDynamic.STATIC]
+    context: StatelessSymbolicContext[..., Any] = StatelessSymbolicContext(dynamic_sizes=kinds)
     x = FakeTensorMode(shape_env=env).from_tensor(torch.empty(12, 4), symbolic_context=context)
     batch, width = x.shape
     size = as_size(batch * 2 + 1)

@@ -16,7 +16,7 @@ from cpcompile.passes.rules.call import Answer, Call, Operand, Rule, agree, redu
 
 aten = torch.ops.aten
 
-_COPIES = (
+_COPIES = (  # a pending sum is not rounded before it is complete
     aten.to.dtype,
     aten.to.dtype_layout,
     aten.to.device,
@@ -64,6 +64,10 @@ def pointwise(call: Call) -> Answer | Refusal:
     """Any operator whose result element depends on the operands' elements at the same (broadcast) index."""
     if torch.Tag.nondeterministic_seeded in call.target.tags:
         return Refusal("it draws random numbers")
+    return _elementwise(call)
+
+
+def _elementwise(call: Call) -> Answer:
     names = [name for name, value in call.arguments.items() if _is_tensor_argument(value)]
     pending = _carried_partial(call)
     flat = [operand for name in names for operand in _as_list(call[name])]
@@ -80,16 +84,11 @@ def pointwise(call: Call) -> Answer | Refusal:
     return Answer(operands, tuple(Layout(layout.dims, pending) for _ in call.results))
 
 
-def copies(call: Call) -> Answer | Refusal:
-    """Casts and copies of one tensor: a pending sum is not rounded before it is complete."""
-    return pointwise(call)
-
-
 def dropout(call: Call) -> Answer | Refusal:
     """Dropout outside training is a copy."""
     if call["train"] and call["p"] > 0:
         return Refusal("it draws random numbers")
-    return pointwise(call)
+    return _elementwise(call)
 
 
 def type_as(call: Call) -> Answer | Refusal:
@@ -153,8 +152,7 @@ def _as_list(value: Operand | Sequence[Operand]) -> Sequence[Operand]:
 
 
 RULES: dict[torch._ops.OpOverload, Rule] = {
-    **dict.fromkeys(_COPIES, copies),
-    **dict.fromkeys(_UNTAGGED, pointwise),
+    **dict.fromkeys((*_COPIES, *_UNTAGGED), pointwise),
     aten.dropout.default: dropout,
     aten.type_as.default: type_as,
     **dict.fromkeys(

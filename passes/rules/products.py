@@ -90,8 +90,7 @@ def _contraction(call: Call, sources: Sequence[Labels], target: Labels) -> Answe
     if any(partial.op != "sum" or partial.axis in axes for partial in carried):
         carried = ()
     needed = [
-        replace(layout, partial=carried if x.layout.partial else ())
-        for x, layout in zip(operands, needed, strict=True)
+        replace(layout, partial=carried if x.layout.partial else ()) for x, layout in zip(operands, needed, strict=True)
     ]
     result = replace(result, partial=(*carried, *pending))
     layouts = iter(needed)

@@ -1,0 +1,21 @@
+"""The law on random models: a plan can cost speed, never correctness."""
+
+from __future__ import annotations
+
+import hypothesis
+
+from tests.random_models import Random, arguments, cases
+from tests.small_models import equal
+
+
+@hypothesis.settings(
+    max_examples=60,
+    derandomize=True,  # the same examples in every run
+    deadline=None,
+    database=None,
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+@hypothesis.given(cases())
+def test_no_plan_changes_a_number(case):
+    steps, plan, sizes, mesh = case
+    equal(Random(steps), plan, *arguments(*sizes), meshes=[mesh], tolerance=1e-9)
