@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import traceback
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,10 @@ import torch.fx.experimental._config
 from torch import fx, nn
 from torch.export import Dim
 from torch.export.graph_signature import InputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
 from cpcompile.errors import CaptureError
+from cpcompile.graphs import source_line
 from cpcompile.marking import Marking
 from cpcompile.plan import ResolvedPlan
 from cpcompile.snapshot import untouched
@@ -82,26 +85,43 @@ def capture(
     marking = Marking(plan)
     examples = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
     shapes = (tuple(dict.fromkeys(range(tensor.dim()), Dim.AUTO) for tensor in tensors),) if dynamic else None
-    with untouched(model), marking.hooked(model), _unrelated_sizes():
+    with untouched(model), marking.hooked(model), _tracing():
         try:
             exported = torch.export.export(call, examples, dynamic_shapes=shapes, strict=False)
         except Exception as error:
             marking.raise_problems()
             raise _capture_error(error) from error
     marking.raise_problems()
+    _refuse_unknown(exported.graph)
     module = _shared(exported, model, names)
     fakes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     sizes = Sizes.of(fakes, tensors)
     return Captured(module, inputs, outputs[-1], names, plan, (*plan.notes, *marking.notes()), sizes)
 
 
+def _refuse_unknown(graph: fx.Graph) -> None:
+    """Refuse sizes that only the data give (the tokens of a boolean index), and what is no call of an operator."""
+    for node in graph.nodes:
+        if getattr(node.target, "__module__", "").startswith("torch._functorch"):
+            law = "torch.vmap hides a dimension from every operator in it"
+            raise CaptureError(law, source_line(node), remedy="write the dimension out")
+        values = node.meta.get("val")
+        values = values if isinstance(values, (list, tuple)) else (values,)
+        if any(isinstance(x, (torch.Tensor, torch.SymInt)) and free_unbacked_symbols(x) for x in values):
+            law = f"{node.target} gives a size that depends on data: no rank could know it before it runs"
+            raise CaptureError(law, source_line(node), remedy="mask the values instead of selecting them")
+
+
 @contextlib.contextmanager
-def _unrelated_sizes() -> Iterator[None]:
-    """Equal sizes of the example call are no reason to be equal in others, and floats are no symbols."""
+def _tracing() -> Iterator[None]:
+    """Equal sizes of the example call are no reason to be equal in others, floats are no symbols, and what a forward
+    assigns is no reason to warn: it is put back (``untouched``)."""
     with (
         torch._dynamo.config.patch(specialize_float=True),
         torch.fx.experimental._config.patch(use_duck_shape=False),  # type: ignore[attr-defined]
+        warnings.catch_warnings(),
     ):
+        warnings.filterwarnings("ignore", "The tensor attributes? .* (was|were) assigned during export")
         yield
 
 

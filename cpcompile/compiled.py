@@ -62,15 +62,18 @@ def compile_call(
     rewritten = rewrite(captured, axes, options)
     report = make_report(rewritten.module, rewritten.axes, (*captured.notes, *rewritten.notes))
     if rewritten.axes and not any(_is_sharded(node) for node in rewritten.module.graph.nodes) and not rewritten.notes:
-        marked = any(node.target is mark for node in captured.module.graph.nodes)
+        marks = [node.args[1] for node in captured.module.graph.nodes if node.target is mark]
         reasons = "; ".join(captured.notes) or "no tensor was split"
+        law = f"nothing at all is sharded under it: {reasons}"
+        if any(captured.plan.entries[index].role != "gather_output" for index in marks):
+            law = "nothing at all is sharded under it: this call does not use what it splits"
+        elif marks:
+            law = "it gathers and splits nothing: nothing at all is sharded under it"
         raise PlanError(
             [
                 Problem(
                     "plan",
-                    f"nothing at all is sharded under it: {reasons}"
-                    if not marked
-                    else "it gathers and splits nothing: nothing at all is sharded under it",
+                    law,
                     "name a tensor of this call that has the sequence as a dimension",
                 )
             ]

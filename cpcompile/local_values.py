@@ -202,6 +202,8 @@ def _run(module: fx.GraphModule, node: fx.Node, local: LocalValues) -> Any:
         return handler(*args, **kwargs)
     if not isinstance(node.target, torch._ops.OpOverload):  # arithmetic on sizes, items of lists
         assert callable(node.target)
+        if any(isinstance(value, Spec) for value in (*args, *kwargs.values())):
+            raise _Unknown  # a function of tensors that is no operator
         return node.target(*args, **kwargs)
     if node.target is aten.sym_size.int:
         return args[0].shape[args[1]]

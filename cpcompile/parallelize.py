@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -14,6 +15,7 @@ from cpcompile.assemble import all_coords
 from cpcompile.compiled import plan_of
 from cpcompile.config import configured_mesh
 from cpcompile.errors import CPCompileError, Problem, UnsupportedError
+from cpcompile.generators import shared_draws
 from cpcompile.mesh import Ranks, ranks_of
 from cpcompile.pipeline import GradSync, Options, lower
 from cpcompile.plan import ResolvedPlan
@@ -110,7 +112,8 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. Takes its arguments, gives its result."""
         program, tensors = self._program(args, kwargs)
-        return program.captured.output.build(program.module(*tensors))
+        with self._shared_draws(program, tensors):
+            return program.captured.output.build(program.module(*tensors))
 
     def report(self) -> Report:
         """What was sharded, what each attention became, how many bytes move, and why, for the latest kind of call.
@@ -163,6 +166,13 @@ class ParallelModule(nn.Module):
             args, kwargs = structure.build(broadcast(tensors, self._parallel_ranks))
         programs: Programs = self._parallel_programs
         return programs.find(args, kwargs)
+
+    def _shared_draws(self, program: Program, tensors: Sequence[torch.Tensor]) -> AbstractContextManager[None]:
+        """Random draws of the program are the same on all ranks, where it makes any."""
+        if not program.rewritten.draws:
+            return nullcontext()
+        device = tensors[0].device if tensors else torch.device(_device_type(self._parallel_model))
+        return shared_draws(self._parallel_ranks, device)
 
     def _latest(self) -> Program:
         programs: Programs = self._parallel_programs

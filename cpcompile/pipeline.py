@@ -20,6 +20,7 @@ from cpcompile.decision import GradSync, decision
 from cpcompile.layout import Axis, Coords, segments_of
 from cpcompile.passes.attention import Attention
 from cpcompile.passes.cotangents import Cotangents
+from cpcompile.passes.draws import Draws, makes_draws
 from cpcompile.passes.enter import Enter
 from cpcompile.passes.functionalize import Functionalize
 from cpcompile.passes.inline import Inline
@@ -60,7 +61,7 @@ class Options:
     verify: bool = False
 
 
-_SPELLING = (Inline(), Functionalize(), Normalize())
+_SPELLING = (Inline(), Functionalize(), Normalize(), Draws())
 """The passes that keep the program a single device's."""
 
 
@@ -78,6 +79,11 @@ class Rewritten:
     module: fx.GraphModule
     notes: tuple[str, ...]
     seconds: Mapping[str, float]
+
+    @functools.cached_property
+    def draws(self) -> bool:
+        """Whether the program draws random numbers."""
+        return makes_draws(self.module)
 
     @functools.cached_property
     def normalized(self) -> fx.GraphModule:

@@ -18,6 +18,7 @@ from cpcompile.check_report import CheckReport, Difference
 from cpcompile.compiled import captured_call, compile_call, plan_of
 from cpcompile.decision import decision, has_decision, is_tensor, module_of
 from cpcompile.errors import MeshError, Problem
+from cpcompile.generators import DrawFrom
 from cpcompile.layout import Axis
 from cpcompile.pipeline import Options, Rewritten, bind_groups, lower_ranks
 from cpcompile.report import Report
@@ -37,12 +38,13 @@ _UNINITIALIZED = (
 
 @dataclass(frozen=True)
 class Reference:
-    """What one device computes: outputs, and gradients under fixed random cotangents."""
+    """What one device computes: outputs, gradients under fixed random cotangents, and the generator's state before."""
 
     outputs: tuple[torch.Tensor, ...]
     cotangents: tuple[torch.Tensor, ...]
     names: tuple[str, ...]
     gradients: tuple[torch.Tensor | None, ...]
+    generator: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -167,8 +169,12 @@ def reference(
     *,
     backward: bool,
     parameters: Mapping[str, torch.Tensor] | None = None,
+    generator: torch.Tensor | None = None,
 ) -> Reference:
-    """The model itself on one device, or with other ``parameters`` by the names of its own."""
+    """The model itself on one device; with other ``parameters`` by the names of its own, from a ``generator`` state."""
+    if generator is not None:
+        torch.set_rng_state(generator)
+    before = torch.get_rng_state()
     names, sources = _differentiable(model, flatten((tuple(args), dict(kwargs or {})))[0])
     with torch.set_grad_enabled(backward):
         if parameters is None:
@@ -177,14 +183,14 @@ def reference(
             result = torch.func.functional_call(model, dict(parameters), tuple(args), dict(kwargs or {}))
             sources = tuple(parameters.get(name, source) for name, source in zip(names, sources, strict=True))
         outputs, _ = flatten(result)
-    generator = torch.Generator().manual_seed(20)
+    source = torch.Generator().manual_seed(20)
     cotangents = tuple(
-        torch.randn(out.shape, generator=generator, dtype=torch.float64).to(out) for out in _carriers(outputs)
+        torch.randn(out.shape, generator=source, dtype=torch.float64).to(out) for out in _carriers(outputs)
     )
     gradients: tuple[torch.Tensor | None, ...] = ()
     if backward and cotangents:
         gradients = torch.autograd.grad(_carriers(outputs), sources, cotangents, allow_unused=True)
-    return Reference(tuple(out.detach() for out in outputs), cotangents, names, gradients)
+    return Reference(tuple(out.detach() for out in outputs), cotangents, names, gradients, before)
 
 
 def simulate(
@@ -205,7 +211,7 @@ def simulate(
         module = modules[ranks.index(coords)]
         bind_groups(module, groups)
         recorder = _Recorder(module) if record else None
-        with torch.set_grad_enabled(backward), CountTraffic() as forward:
+        with torch.set_grad_enabled(backward), DrawFrom(against.generator), CountTraffic() as forward:
             outputs = tuple(recorder.run(*tensors) if recorder else module(*tensors))
         gradients: tuple[torch.Tensor | None, ...] = ()
         with CountTraffic() as counted:
@@ -274,11 +280,12 @@ def _noise(
     (of a key's bias: a softmax does not see it) is as large as its own noise.
     """
     with sdpa_kernel(SDPBackend.MATH):
-        others = [reference(model, args, kwargs, backward=True)]
+        others = [reference(model, args, kwargs, backward=True, generator=against.generator)]
     generator = torch.Generator().manual_seed(21)
     for _ in range(3):
         near = {name: _last_bits_changed(value, generator) for name, value in model.named_parameters()}
-        others.append(reference(model, args, kwargs, backward=True, parameters=near))
+        state = against.generator
+        others.append(reference(model, args, kwargs, backward=True, parameters=near, generator=state))
     noise = dict.fromkeys(against.names, 0.0)
     for other in others:
         for name, mine, want in zip(against.names, other.gradients, against.gradients, strict=True):

@@ -204,6 +204,8 @@ class _Simulated:
 
     def _moved(self, index: int, source: Layout, target: Layout, pair: Pair) -> list[str]:
         """The exchange of an index tensor, which has only the dimensions along which something moves."""
+        if 0 in source.shape:  # there are no elements
+            return []
         kept, kept_inside = self._kept(index, source, target, pair)
         shape = [int(size) if keep else 1 for keep, size in zip(kept, source.shape, strict=True)]
         numbers = torch.arange(torch.Size(shape).numel()).reshape(shape)

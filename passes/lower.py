@@ -286,10 +286,10 @@ def _flat(by_tensor: list[list[tuple[Block, ...]]], start: Callable[[Block], tup
 
 
 def _all_alike(sent: list[list[tuple[Block, ...]]], received: list[list[tuple[Block, ...]]]) -> bool:
-    """Whether each peer gets the same boxes, and all ranks send equally much: then one all-gather does it."""
+    """Whether each peer gets the same boxes, some at all, and all ranks send equally much: one all-gather does it."""
     for by_peer, of_peer in zip(sent, received, strict=True):
         boxes = [[(block.source, block.lengths) for block in found] for found in by_peer]
         sizes = [[block.lengths for block in found] for found in of_peer]
         if any(other != boxes[0] for other in boxes) or any(other != sizes[0] for other in sizes):
             return False
-    return True
+    return any(found for by_peer in sent for found in by_peer)

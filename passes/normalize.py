@@ -1,7 +1,8 @@
 """normalize: one spelling for things.
 
 In: a functional graph. Out: the same values without assertions on metadata and without operators that change nothing
-(casts to the dtype that a tensor has, copies, dropout that drops nothing). Nothing is refused.
+(casts to the dtype that a tensor has, copies, dropout that drops nothing); parameters come right after the inputs.
+Nothing is refused.
 
     %a = to(%x, float32)   # x is float32       use(%x)
     %_ = _assert_tensor_metadata(%a, ...)   ->
@@ -49,6 +50,16 @@ class Normalize:
                 node.replace_all_uses_with(source)
                 graph.erase_node(node)
         graph.eliminate_dead_code()
+        _parameters_first(graph)
+
+
+def _parameters_first(graph: fx.Graph) -> None:
+    """Attributes stand behind the inputs, whichever region they came from: what enters, enters before all else."""
+    calls = iter([node for node in graph.nodes if node.op not in ("placeholder", "get_attr")])
+    first = next(calls)
+    for node in list(graph.nodes):
+        if node.op == "get_attr" and node > first:
+            first.prepend(node)
 
 
 def _changes_nothing(node: fx.Node) -> bool:

@@ -108,7 +108,8 @@ class Propagate:
         layouts = [layout_of(operand) for operand in tensor_operands(node)]
         is_site = node.target is aten.scaled_dot_product_attention.default and node.target not in self.rules
         if all(layout.is_replicated for layout in layouts):
-            untouched = Site("local", *layouts[:3], Layout.replicated(shape_of(node.meta["val"]))) if is_site else None
+            result = Layout.replicated(shape_of(node.meta["val"])) if is_site else None
+            untouched = result and Site("local", layouts[0], layouts[1], layouts[2], result)
             return Decision(_whole_results(node), tuple(layouts), site=untouched)
         site = None
         answer: Answer | Refusal

@@ -157,7 +157,7 @@ def gradient_modes() -> Findings:
     _, want = whole(model, kwargs)
     modes: dict[str, Gradients] = {}
     for mode in (True, "mean", "sum", False):
-        (out,) = parallelize(model, plan, grad_sync=mode)(**kwargs)  # type: ignore[arg-type]
+        (out,) = parallelize(model, plan, grad_sync=mode)(**kwargs)
         (out * cotangent(out)).sum().backward()
         modes[str(mode)] = gradients(model)
         model.zero_grad()

@@ -120,7 +120,7 @@ CASES: dict[str, Callable[[], Case]] = {
     "wan_i2v_small": lambda: wan(image_to_video=True, layers=1),
     "wan_tokens_small": lambda: wan(latents=(3, 6, 10), token_timesteps=True, layers=1),
 }
-"""An uneven case has 63 image and 7 text tokens, or 45 of video, an even one 64 and 16, or 48. Small ones are shallow."""
+"""An even case has 64 image and 16 text tokens, or 48 of video, others 63 and 7, or 45. Small ones are shallow."""
 
 
 @cache

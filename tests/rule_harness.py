@@ -24,7 +24,6 @@ from cpcompile.passes.rules.bind import bind, localized
 from cpcompile.passes.rules.call import Answer, Call, Operand, Result
 from cpcompile.reshape import is_slice_of
 from cpcompile.sizes import Size
-
 from tests.strategies import Mesh
 
 Kwargs = Mapping[str, Any] | None
@@ -71,7 +70,8 @@ def check(
         assert wanted.partial in ((), layout.partial), "no operand becomes a pending sum"
         if free:
             slices = all(is_slice_of(has, gets) for has, gets in zip(layout.dims, wanted.dims, strict=True))
-            assert slices and layout.partial == wanted.partial, f"{target}: {layout} has to become {wanted}"
+            assert slices, f"{target}: {layout} has to become {wanted}"
+            assert layout.partial == wanted.partial, f"{target}: {layout} has to become {wanted}"
     _Property(target, args, kwargs, answer, needed, mesh).run(values=values)
     return answer
 
@@ -122,7 +122,9 @@ class _Property:
     def run(self, *, values: bool) -> None:
         globals_ = [_leaf(x) for x in _tensors((self.args, self.kwargs))]
         expected = _results(self._call(self.target, globals_, self.args, self.kwargs))
-        eps = max(torch.finfo(x.dtype).eps for x in (torch.zeros((), dtype=torch.float64), *_inexact(globals_ + expected)))
+        eps = max(
+            torch.finfo(x.dtype).eps for x in (torch.zeros((), dtype=torch.float64), *_inexact(globals_ + expected))
+        )
         self.tolerance = max(8 * eps, 1e-12)
         shards = [self._scattered(x.detach(), layout) for x, layout in zip(globals_, self.needed, strict=True)]
         operands = [[_leaf(shard[rank]) for shard in shards] for rank in range(len(self.places))]
@@ -149,9 +151,7 @@ class _Property:
         def size_of(value: Any) -> Size:
             return value if isinstance(value, int) else value.local_size(coords)
 
-        target, args, kwargs = localized(
-            self.target, args, kwargs, self.answer.arguments, self.answer.target, size_of
-        )
+        target, args, kwargs = localized(self.target, args, kwargs, self.answer.arguments, self.answer.target, size_of)
         return _results(target(*args, **kwargs))
 
     def _compare(self, want: torch.Tensor, layout: Layout, locals_: list[torch.Tensor], *, values: bool) -> None:
@@ -184,9 +184,7 @@ class _Property:
         with_grad = [index for index, x in enumerate(expected) if x.requires_grad]
         cotangents = [self._rand(expected[index].detach()) for index in with_grad]
         want = _grad([expected[index] for index in with_grad], globals_, cotangents)
-        scattered = [
-            self._terms(g, self.answer.results[index]) for g, index in zip(cotangents, with_grad, strict=True)
-        ]
+        scattered = [self._terms(g, self.answer.results[index]) for g, index in zip(cotangents, with_grad, strict=True)]
         by_rank = [
             _grad(
                 [results[index] for index in with_grad],
@@ -203,7 +201,7 @@ class _Property:
 
     def _scattered(self, x: torch.Tensor, layout: Layout) -> list[torch.Tensor]:
         """What every rank holds of a global tensor: of a pending sum a random term."""
-        terms = {(): x}
+        terms: dict[tuple[int, ...], torch.Tensor] = {(): x}
         for pending in layout.partial:
             more: dict[tuple[int, ...], torch.Tensor] = {}
             for key, value in terms.items():

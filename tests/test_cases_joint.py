@@ -1,4 +1,4 @@
-"""Joint attention over text and image: both sharded, or the text whole on every rank; padded, short, in either order."""
+"""Joint attention over text and image: both sharded, or one whole on every rank; padded, short, in either order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ WIDE = (*MESHES, (1, 4), (4, 1))
 PLANS = {"both": BOTH, "image": IMAGE, "text": {"": {"text": Input(1)}}}
 
 
-@pytest.mark.parametrize(("text", "image"), [(7, 16), (8, 16), (5, 9), (1, 8), (16, 7)])
+@pytest.mark.parametrize(("text", "image"), [(7, 16), (1, 8), (16, 7)])
 @pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
 def test_text_and_image(text, image, plan):
     args = rand(2, text, 16, grad=True), rand(2, image, 16, seed=1, grad=True)
@@ -50,9 +50,11 @@ class PaddedJoint(nn.Module):
         return self.joint(text, image, torch.cat(masks, dim=1)[:, None, None, :])
 
 
-@pytest.mark.parametrize("image_first", [False, True])
-@pytest.mark.parametrize("sharded", [(), ("text_valid",), ("image_valid",), ("text_valid", "image_valid")])
-@pytest.mark.parametrize("plan", PLANS.values(), ids=PLANS)
+@pytest.mark.parametrize(
+    ("image_first", "sharded"),
+    [(False, ()), (True, ()), (False, ("image_valid",)), (True, ("text_valid", "image_valid"))],
+)
+@pytest.mark.parametrize("plan", [BOTH, IMAGE], ids=["both", "image"])
 def test_a_joint_mask_built_inside(image_first, sharded, plan):
     plan = {"": {**plan[""], **{name: Input(1) for name in sharded}}}
     args = rand(2, 5, 16), rand(2, 8, 16, seed=1), padding(3, 5, size=5), padding(8, 6, size=8)

@@ -38,18 +38,19 @@ def mask_of(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 @pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_a_whole_mask_of_every_shape(dtype, shape):
-    covered(equal(Tower(depth=1), SPLIT, rand(B, S, 16), None, mask_of(shape, dtype), meshes=[*MESHES, (3, 1), (1, 3)]))
+    covered(equal(Tower(depth=1), SPLIT, rand(B, S, 16), None, mask_of(shape, dtype), meshes=[(1, 2), (2, 2), (3, 1)]))
 
 
-@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_a_bias_that_is_learned(shape):
-    bias = rand(*shape, seed=4, grad=True)
+@pytest.mark.parametrize(
+    "name", [name for name in SHAPES if name != "queries"]
+)  # a softmax does not see what a row has in common
+def test_a_bias_that_is_learned(name):
+    bias = rand(*SHAPES[name], seed=4, grad=True)
     equal(Tower(depth=1), SPLIT, rand(B, S, 16, grad=True), None, bias)
 
 
-@pytest.mark.parametrize("dtype", [torch.bool, torch.float64])
+@pytest.mark.parametrize(("along", "dtype"), [("queries", torch.bool), ("keys", torch.float64)])
 @pytest.mark.parametrize("name", SHAPES)
-@pytest.mark.parametrize("along", ["queries", "keys"])
 def test_a_mask_that_the_plan_shards(dtype, name, along):
     shape = SHAPES[name]
     plan = {"": {"x": Input(1), "mask": Input(-2 if along == "queries" else -1)}}

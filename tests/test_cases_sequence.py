@@ -57,7 +57,9 @@ class ComplexRotary(nn.Module):
 
     def forward(self, x):
         angles = torch.outer(torch.arange(x.shape[1]).double(), 0.5 ** torch.arange(2).double())
-        turned = torch.view_as_complex(x.unflatten(-1, (4, 2, 2))) * torch.polar(torch.ones_like(angles), angles)[:, None]
+        turned = (
+            torch.view_as_complex(x.unflatten(-1, (4, 2, 2))) * torch.polar(torch.ones_like(angles), angles)[:, None]
+        )
         heads = torch.view_as_real(turned).flatten(-2).transpose(1, 2)
         return F.scaled_dot_product_attention(heads, heads, heads)
 
@@ -75,7 +77,9 @@ class Positions(nn.Module):
 
     def forward(self, x):
         position = torch.arange(x.shape[1])
-        waves = torch.cat([(position[:, None] * 0.1 * torch.arange(1, 9)).sin(), position[:, None].expand(-1, 8) / 8], 1)
+        waves = torch.cat(
+            [(position[:, None] * 0.1 * torch.arange(1, 9)).sin(), position[:, None].expand(-1, 8) / 8], 1
+        )
         x = x + self.table[:, : x.shape[1]] + self.embedding(position)[None] + waves.double()
         return self.block(x)
 

@@ -104,7 +104,7 @@ def test_errors_survive_pickling(error):
 
 def test_every_error_is_a_cpcompile_error():
     classes = [value for value in vars(errors).values() if isinstance(value, type) and issubclass(value, Exception)]
-    assert len(classes) == 9
+    assert {PlanError, CaptureError, VerificationError} <= set(classes)
     assert all(issubclass(cls, CPCompileError) and cls.__doc__ for cls in classes)
 
 

@@ -16,6 +16,7 @@ from cpcompile.compiled import compile_call
 from cpcompile.cotangents import contribution
 from cpcompile.decision import Cotangent, decision, module_of, tensor_operands
 from cpcompile.errors import VerificationError
+from cpcompile.layout import Layout
 from cpcompile.ops import neutral
 from cpcompile.pipeline import Options, rewrite
 from cpcompile.simulate import error, mesh_axes, simulate
@@ -52,7 +53,7 @@ def sharded_nodes(name: str) -> tuple[fx.Node, ...]:
     )
 
 
-def operands(node: fx.Node) -> list[object]:
+def operands(node: fx.Node) -> list[Layout]:
     """The layouts of a node's operands as it runs."""
     return [decision(operand).layout for operand in tensor_operands(node)]
 

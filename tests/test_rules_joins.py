@@ -163,7 +163,9 @@ def test_cat_of_an_axis_in_two_dimensions() -> None:
 
 
 def test_cat_of_tensors_of_different_rank_is_refused() -> None:
-    assert "rank" in refused(aten.cat.default, ([tensor(0), tensor(2, 12)], 1), [one((0,), 0, whole(0)), one((2, 12), 1, IMAGE)])
+    assert "rank" in refused(
+        aten.cat.default, ([tensor(0), tensor(2, 12)], 1), [one((0,), 0, whole(0)), one((2, 12), 1, IMAGE)]
+    )
 
 
 def test_pending_and_final_tensors_are_joined_when_complete() -> None:
@@ -196,7 +198,9 @@ def test_cuts_inside_shards_are_refused() -> None:
     assert "index 4" in refused(aten.select.int, (x, 1, 4), [layout])
     assert "index 15" in refused(aten.select.int, (x, 1, -1), [layout])
     assert "from 5" in refused(aten.narrow.default, (x, 1, 5, 2), [layout])
-    assert "inside" in refused(aten.slice_scatter.default, (x, tensor(2, 11), 1, 5), [layout, Layout.replicated((2, 11))])
+    assert "inside" in refused(
+        aten.slice_scatter.default, (x, tensor(2, 11), 1, 5), [layout, Layout.replicated((2, 11))]
+    )
     assert "index 4" in refused(aten.select_scatter.default, (x, tensor(2), 1, 4), [layout, Layout.replicated((2,))])
 
 

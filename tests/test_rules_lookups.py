@@ -119,7 +119,9 @@ def test_what_depends_on_values_or_on_all_ranks_is_refused() -> None:
     assert "all ranks" in refused(aten.embedding.default, args, [table, one((12,), 0, sharded(12, [CP3]))])
     few_rows = (tensor(12, 4), 1, indices(6, 4))
     assert "fewer" in refused(aten.gather.default, few_rows, [layout, Layout.replicated((6, 4))])
-    assert isinstance(ask(aten.index_select.default, (tensor(), 0, indices(1, below=1)), [Layout(()), table_of_one()]), Refusal)
+    assert isinstance(
+        ask(aten.index_select.default, (tensor(), 0, indices(1, below=1)), [Layout(()), table_of_one()]), Refusal
+    )
 
 
 def table_of_one() -> Layout:

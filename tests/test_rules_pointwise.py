@@ -182,7 +182,10 @@ def test_a_replicated_operand_is_sliced() -> None:
     )
     assert answer.results == (one((2, 13), 1, dim),)
     answer = check(
-        aten.mul.Tensor, (real(2, 13), real(2, 1)), [Layout.replicated((2, 13)), one((2, 1), 0, sharded(2, [CP2]))], (CP2,),
+        aten.mul.Tensor,
+        (real(2, 13), real(2, 1)),
+        [Layout.replicated((2, 13)), one((2, 1), 0, sharded(2, [CP2]))],
+        (CP2,),
         free=True,
     )
     assert answer.results == (one((2, 13), 0, sharded(2, [CP2])),)
@@ -276,4 +279,4 @@ def test_random_draws_are_refused() -> None:
 def test_sharding_never_moves_what_is_already_there() -> None:
     for layout in (SHARDED, one((6,), 0, Dim.of(Segment(2), sharded(4, [CP3])))):
         answer = check(aten.add.Tensor, (real(6), real(6)), [layout, WHOLE], (CP3,))
-        assert all(is_slice_of(layout.dims[0], answer.operands[name].dims[0]) for name in answer.operands)  # type: ignore[union-attr]
+        assert all(is_slice_of(layout.dims[0], answer.operands[name].dims[0]) for name in answer.operands)

@@ -140,7 +140,7 @@ def test_narrow_products_are_summed_whole(dtype: torch.dtype) -> None:
     answer = check(aten.mm.default, args, layouts((6, TOKENS), (TOKENS, 4)), (CP3,))
     assert answer.results == (Layout.replicated((6, 4)),)
     pending = Layout((whole(6), whole(12)), SUM)
-    assert check(aten.linear.default, args[:1] + (tensor(4, 12, dtype=dtype),), [pending, layouts((4, 12))[0]], (CP3,))
+    assert check(aten.linear.default, (*args[:1], tensor(4, 12, dtype=dtype)), [pending, layouts((4, 12))[0]], (CP3,))
     assert check(aten.mm.default, args, [pending, layouts((12, 4))[0]], (CP3,)).results[0].partial == ()
 
 
@@ -149,14 +149,21 @@ def test_pending_sums_pass_linear_products() -> None:
     pending, rest = Layout((whole(2), whole(6)), SUM), layouts((4, 6), (4,))
     assert check(aten.linear.default, (x, w), [pending, rest[0]], (CP3,), free=True).results[0].partial == SUM
     assert check(aten.linear.default, (x, w, b), [pending, *rest], (CP3,)).results[0].partial == ()
-    for target, args, given in [
+    for target, args, held in [
         (aten.mm.default, (x, tensor(6, 4)), [pending, layouts((6, 4))[0]]),
         (aten.outer.default, (tensor(6), tensor(2)), [Layout((whole(6),), SUM), layouts((2,))[0]]),
     ]:
-        assert check(target, args, given, (CP3,), free=True).results[0].partial == SUM
-    assert check(aten.mm.default, (x, tensor(6, 2)), [pending, Layout((whole(6), whole(2)), SUM)], (CP3,)).results[0].partial == ()
+        assert check(target, args, held, (CP3,), free=True).results[0].partial == SUM
+    assert (
+        check(aten.mm.default, (x, tensor(6, 2)), [pending, Layout((whole(6), whole(2)), SUM)], (CP3,))
+        .results[0]
+        .partial
+        == ()
+    )
     sharded_rows = one((6, 12), 1, TOKENS)
-    assert check(aten.mm.default, (x, tensor(6, 12)), [pending, sharded_rows], (CP3,)).results == (one((2, 12), 1, TOKENS),)
+    assert check(aten.mm.default, (x, tensor(6, 12)), [pending, sharded_rows], (CP3,)).results == (
+        one((2, 12), 1, TOKENS),
+    )
 
 
 def test_features_of_a_norm_are_gathered_alone() -> None:

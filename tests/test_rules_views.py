@@ -147,8 +147,18 @@ MIXED = Dim.of(Segment(4), sharded(12, [CP3]))
     [
         ((2, 12, 6), one((2, 12, 6), 1, sharded(12, [CP3])), [24, 6], [ROWS, whole(6)]),
         ((24, 6), one((24, 6), 0, ROWS or whole(24)), [2, 12, 6], [whole(2), sharded(12, [CP3]), whole(6)]),
-        ((2, 13, 6), one((2, 13, 6), 1, sharded(13, [CP4])), [2, 13, 3, 2], [whole(2), sharded(13, [CP4]), whole(3), whole(2)]),
-        ((2, 13, 6), one((2, 13, 6), 1, sharded(13, [CP4])), [26, 6], [multiplied(whole(2), sharded(13, [CP4])), whole(6)]),
+        (
+            (2, 13, 6),
+            one((2, 13, 6), 1, sharded(13, [CP4])),
+            [2, 13, 3, 2],
+            [whole(2), sharded(13, [CP4]), whole(3), whole(2)],
+        ),
+        (
+            (2, 13, 6),
+            one((2, 13, 6), 1, sharded(13, [CP4])),
+            [26, 6],
+            [multiplied(whole(2), sharded(13, [CP4])), whole(6)],
+        ),
         ((2, 16, 6), one((2, 16, 6), 1, MIXED), [32, 2, 3], [multiplied(whole(2), MIXED), whole(2), whole(3)]),
         ((12, 3, 2), one((12, 3, 2), 0, sharded(12, [CP2])), [12, 6], [sharded(12, [CP2]), whole(6)]),
         ((24,), one((24,), 0, sharded(24, [CP3], 4)), [6, 4], [sharded(6, [CP3]), whole(4)]),
@@ -177,7 +187,9 @@ def test_rows_and_columns_over_two_axes() -> None:
     assert answer.results[0].dims == (Dim.of(Product(Segment(4, (CP2,)), sharded(6, [tp]))),)
 
 
-@pytest.mark.parametrize(("target", "rest"), [(aten.squeeze.dim, (1,)), (aten.squeeze.dims, ([0, 1],)), (aten.squeeze.default, ())])
+@pytest.mark.parametrize(
+    ("target", "rest"), [(aten.squeeze.dim, (1,)), (aten.squeeze.dims, ([0, 1],)), (aten.squeeze.default, ())]
+)
 def test_squeeze_keeps_a_share_of_one_element(target: Any, rest: tuple[Any, ...]) -> None:
     layout = one((1, 2, 3), 1, sharded(2, [CP2]))
     answer = check(target, (tensor((1, 2, 3)), *rest), [layout], (CP2,), free=True)

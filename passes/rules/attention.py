@@ -66,7 +66,7 @@ def attention(call: Call, gather_axes: Sequence[Axis], policy: Policy = "auto") 
     taken = frozenset[Axis]().union(*(dim.axes for x in (q, k, v) for dim in x.dims[:seq]))
     q, k, v = (_with(x, seq, x.dims[seq] if not x.dims[seq].axes & taken else whole(x.shape[seq])) for x in (q, k, v))
     if policy == "local":
-        site = Site("local", q.layout, k.layout, v.layout, _output(q, v))
+        site = Site("local", q.layout, k.layout, v.layout, _output(q, k, v))
         return _answer(call, q, k, v, site, mask_keys=k.dims[seq])
     site = _site(call, q, k, v, seq, gather_axes)
     if call["dropout_p"] and not all(layout.is_replicated for layout in (site.query, site.key, site.value)):
@@ -79,7 +79,7 @@ def _site(call: Call, q: Operand, k: Operand, v: Operand, seq: int, gather_axes:
     key_axes = k.dims[seq].axes
     if not key_axes:
         rows = causal and not q.dims[seq].is_replicated
-        return Site("local", q.layout, k.layout, v.layout, _output(q, v), rows)
+        return Site("local", q.layout, k.layout, v.layout, _output(q, k, v), rows)
     ordered = _ordered(k.dims[seq])
     wanted = tuple(axis for axis in ordered if axis in q.dims[seq].axes and axis not in gather_axes)
     reason = _heads_refuse(q, k, seq, wanted) if wanted else ""
@@ -95,7 +95,7 @@ def _site(call: Call, q: Operand, k: Operand, v: Operand, seq: int, gather_axes:
     rest = key_axes - set(exchanged)
     kind: Kind = "gathered" if not exchanged else "ulysses+gathered" if rest else "ulysses"
     rows = causal and not query.dims[seq].is_replicated
-    return Site(kind, query, key, value, _output(replace(q, layout=query), v), rows, reason)
+    return Site(kind, query, key, value, _output(replace(q, layout=query), replace(k, layout=key), v), rows, reason)
 
 
 def _heads_refuse(q: Operand, k: Operand, seq: int, axes: Sequence[Axis]) -> str:
@@ -140,13 +140,16 @@ def _answer(call: Call, q: Operand, k: Operand, v: Operand, site: Site, mask_key
     operands: dict[str, Layout | Sequence[Layout]] = {"query": q.layout, "key": k.layout, "value": v.layout}
     mask = call["attn_mask"]
     if isinstance(mask, Operand):
-        scores = Layout((*site.query.dims[:-1], mask_keys))
+        scores = Layout((*site.result.dims[:-1], mask_keys))
         operands["attn_mask"] = broadcast_to(reduced(mask), scores)
-    return Answer(operands, (_output(q, v),)), site
+    return Answer(operands, (_output(q, k, v),)), site
 
 
-def _output(q: Operand, v: Operand) -> Layout:
-    return q.layout.with_dim(len(q.dims) - 1, whole(v.shape[-1]))
+def _output(q: Operand, k: Operand, v: Operand) -> Layout:
+    """Rows of the queries, features of the values; where queries are broadcast over the keys' batch or heads, those."""
+    seq = len(q.dims) - 2
+    lead = (next((x.dims[i] for x in (q, k, v) if x.shape[i] != 1), whole(1)) for i in range(seq))
+    return Layout((*lead, q.dims[seq], whole(v.shape[-1])))
 
 
 def _with(operand: Operand, index: int, dim: Dim) -> Operand:
