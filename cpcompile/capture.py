@@ -22,6 +22,7 @@ from torch.export import Dim
 from torch.export.graph_signature import InputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 
+from cpcompile.autocast import Autocast, ambient
 from cpcompile.errors import CaptureError
 from cpcompile.graphs import source_line
 from cpcompile.marking import Marking
@@ -39,7 +40,7 @@ class Captured:
     inputs, output: how arguments and result are built of tensors and of values that the capture holds fixed.
     names: for each placeholder, what the caller calls it.
     notes: what the plan asked for and the call did not have.
-    sizes: for which shapes of the tensors the capture is valid.
+    sizes: for which shapes of the tensors the capture is valid. autocast: what was switched on around the call.
     """
 
     module: fx.GraphModule
@@ -49,6 +50,7 @@ class Captured:
     plan: ResolvedPlan
     notes: tuple[str, ...]
     sizes: Sizes
+    autocast: tuple[Autocast, ...] = ()
 
 
 class _Call(nn.Module):
@@ -83,6 +85,7 @@ def capture(
     outputs: list[Structure] = []
     call = _Call(model, inputs, outputs.append)
     marking = Marking(plan)
+    autocast = ambient(tensor.device.type for tensor in tensors)
     examples = tuple(tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors)
     shapes = (tuple(dict.fromkeys(range(tensor.dim()), Dim.AUTO) for tensor in tensors),) if dynamic else None
     with untouched(model), marking.hooked(model), _tracing():
@@ -96,7 +99,7 @@ def capture(
     module = _shared(exported, model, names)
     fakes = [node.meta["val"] for node in module.graph.nodes if node.op == "placeholder"]
     sizes = Sizes.of(fakes, tensors)
-    return Captured(module, inputs, outputs[-1], names, plan, (*plan.notes, *marking.notes()), sizes)
+    return Captured(module, inputs, outputs[-1], names, plan, (*plan.notes, *marking.notes()), sizes, autocast)
 
 
 def _refuse_unknown(graph: fx.Graph) -> None:

@@ -12,6 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from cpcompile.agreement import broadcast
 from cpcompile.assemble import all_coords
+from cpcompile.autocast import switched_off
 from cpcompile.compiled import plan_of
 from cpcompile.config import configured_mesh
 from cpcompile.errors import CPCompileError, Problem, UnsupportedError
@@ -112,7 +113,7 @@ class ParallelModule(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. Takes its arguments, gives its result."""
         program, tensors = self._program(args, kwargs)
-        with self._shared_draws(program, tensors):
+        with self._shared_draws(program, tensors), switched_off(program.captured.autocast):
             return program.captured.output.build(program.module(*tensors))
 
     def report(self) -> Report:
@@ -161,7 +162,6 @@ class ParallelModule(nn.Module):
     def _program(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Program, list[torch.Tensor]]:
         """The program for a call, and the call's tensors: those of the first rank where they are broadcast."""
         tensors, structure = flatten((tuple(args), dict(kwargs)))
-        _refuse_autocast(tensors)
         if self._parallel_broadcasts:
             args, kwargs = structure.build(broadcast(tensors, self._parallel_ranks))
         programs: Programs = self._parallel_programs
@@ -179,20 +179,6 @@ class ParallelModule(nn.Module):
         if programs.latest is None:
             raise CPCompileError("nothing was compiled yet: call the module once, or pass example_inputs=")
         return programs.latest
-
-
-def _refuse_autocast(tensors: Sequence[torch.Tensor]) -> None:
-    for device_type in {tensor.device.type for tensor in tensors}:
-        if torch.is_autocast_enabled(device_type):
-            raise UnsupportedError(
-                [
-                    Problem(
-                        f"torch.autocast({device_type!r}) around the call",
-                        "a program that was compiled without autocast would run under it",
-                        "convert the model instead (model.to(torch.bfloat16)), or leave the autocast region",
-                    )
-                ]
-            )
 
 
 def _call_arguments(example_inputs: ExampleInputs) -> tuple[Sequence[Any], Mapping[str, Any]]:

@@ -61,8 +61,9 @@ class Options:
     verify: bool = False
 
 
-_SPELLING = (Inline(), Functionalize(), Normalize(), Draws())
-"""The passes that keep the program a single device's."""
+def _spelling(captured: Captured) -> tuple[Any, ...]:
+    """The passes that keep the program a single device's."""
+    return Inline(captured.autocast), Functionalize(), Normalize(), Draws()
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class Rewritten:
     def normalized(self) -> fx.GraphModule:
         """The captured graph in one spelling: what the layouts were decided on, still the single-device program."""
         module = _copied(self.captured.module)
-        for step in _SPELLING:
+        for step in _spelling(self.captured):
             step(module)
         module.recompile()
         return module
@@ -140,7 +141,7 @@ def _run(
     """The module after ``passes``, the markers' notes, and what each pass took."""
     module = _copied(captured.module)
     seconds: dict[str, float] = {}
-    for step in _SPELLING:
+    for step in _spelling(captured):
         _timed(seconds, step, module)
     notes: tuple[str, ...] = ()
     for step, stage in passes:

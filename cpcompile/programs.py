@@ -11,6 +11,7 @@ import torch
 from torch import fx, nn
 
 from cpcompile.agreement import agree, claim_of
+from cpcompile.autocast import ambient
 from cpcompile.capture import Captured
 from cpcompile.compiled import captured_call, compile_call
 from cpcompile.fingerprint import Fingerprint
@@ -111,4 +112,5 @@ class Programs:
 def _call_key(tensors: Sequence[torch.Tensor], structure: Structure) -> Any:
     """What a program is valid for but for shapes: tensors' metadata, every value that is no tensor, the modes."""
     metadata = tuple((x.dtype, x.device, x.requires_grad, x.dim(), x.layout) for x in tensors)
-    return metadata, structure.key(), torch.is_grad_enabled()
+    autocast = ambient(tensor.device.type for tensor in tensors)
+    return metadata, structure.key(), autocast, torch.is_grad_enabled()

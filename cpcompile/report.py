@@ -156,14 +156,14 @@ def make_report(module: fx.GraphModule, axes: tuple[Axis, ...], notes: Iterable[
             query, key = str(_outside(node, 0)), str(_outside(node, 1))
             moved = _sum([(0,) * len(ranks), *(sent[n] for n in dict.fromkeys(around))])
             sites.append(SiteReport(node.name, module_of(node), made.site.kind, query, key, moved, made.site.reason))
-        elif made.fallback is not None:
+        if made.fallback is not None:
             around = [n for n in node.all_input_nodes if n in sent]
             moved = _sum([(0,) * len(ranks), *(sent[n] for n in around)])
             operator = str(node.target).removeprefix("aten.")
             fallbacks.append(
                 FallbackReport(node.name, module_of(node), operator, made.fallback, moved, source_line(node))
             )
-        elif node in sent and made.why not in ("plan", "site"):
+        if node in sent and made.why not in ("plan", "site"):
             (operand,) = tensor_operands(node)
             inserted.append(
                 ReshardReport(

@@ -129,8 +129,7 @@ def check_captured(
     tensors, _ = flatten((tuple(args), dict(kwargs or {})))
     against = against or reference(model, args, kwargs, backward=backward)
     ranks = simulate(rewritten, model, tensors, against, backward=backward, record=bisect)
-    dtype = next((out.dtype for out in against.outputs if out.is_floating_point()), torch.float32)
-    tolerance = _TOLERANCE.get(dtype, 1e-5) if tolerance is None else tolerance
+    tolerance = _tolerance(rewritten.module) if tolerance is None else tolerance
     max_error = max(
         (error(mine, want) for rank in ranks for mine, want in zip(rank.outputs, against.outputs, strict=True)),
         default=0.0,
@@ -160,6 +159,12 @@ def check_captured(
         backward_bytes_sent=tuple(rank.backward.bytes_sent for rank in ranks),
         first_difference=_first_difference(rewritten, ranks, tensors, tolerance) if bisect else None,
     )
+
+
+def _tolerance(module: fx.GraphModule) -> float:
+    """What the coarsest dtype that a program computes in can hold: its outputs', or that of an autocast region."""
+    dtypes = {node.meta["val"].dtype for node in module.graph.nodes if node.op == "call_function" and is_tensor(node)}
+    return max((_TOLERANCE[dtype] for dtype in dtypes if dtype in _TOLERANCE), default=1e-5)
 
 
 def reference(

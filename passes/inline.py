@@ -1,8 +1,8 @@
 """inline: the bodies of gradient and autocast regions take the regions' places.
 
-In: a captured graph. Out: the same values in one flat graph, ``no_grad`` regions ending in ``detach``. Refused: a
-region that switches autocast on (its casts have no plain spelling here). Other higher-order operators stay: the later
-passes gather for them and say so.
+In: a captured graph. Out: the same values in one flat graph, ``no_grad`` regions ending in ``detach``, and the casts
+that autocast makes, around the call or in a region, as nodes. Nothing is refused: other higher-order operators stay,
+and the later passes gather for them and say so.
 
     %r = wrap_with_set_grad_enabled(False, %body, %x)         %y  = sin(%x)
     %y = getitem(%r, 0)                                 ->    %y1 = detach(%y)
@@ -18,15 +18,17 @@ from typing import Any, ClassVar
 import torch
 from torch import fx
 
-from cpcompile.errors import Problem, UnsupportedError
-from cpcompile.graphs import emit, source_line
+from cpcompile.autocast import Autocast, make_explicit
+from cpcompile.graphs import emit
 
 aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Inline:
-    """The pass; it has no options."""
+    """The pass. autocast: what was switched on around the captured call."""
+
+    autocast: tuple[Autocast, ...] = ()
 
     name: ClassVar[str] = "inline"
 
@@ -34,28 +36,25 @@ class Inline:
         """Rewrite ``module`` in place."""
         for node in list(module.graph.nodes):
             if isinstance(node.target, torch._ops.HigherOrderOperator):
-                _inline(module, node)
+                _inline(module, node, self.autocast)
+            else:
+                make_explicit(module.graph, node, self.autocast)
 
 
-def _inline(module: fx.GraphModule, node: fx.Node) -> None:
+def _inline(module: fx.GraphModule, node: fx.Node, autocast: tuple[Autocast, ...]) -> None:
     """Put the body of a region in its place."""
     name = str(node.target)
     if name == "wrap_with_set_grad_enabled":
         enabled, body, *operands = node.args
         stop_gradients = not enabled
     elif name == "wrap_with_autocast":
-        _device, _dtype, enabled, _cache, body, *operands = node.args
+        device_type, dtype, enabled, _cache, body, *operands = node.args
+        assert isinstance(device_type, str)
+        assert isinstance(dtype, torch.dtype)
         stop_gradients = False
+        autocast = tuple(state for state in autocast if state.device_type != device_type)
         if enabled:
-            raise UnsupportedError(
-                [
-                    Problem(
-                        source_line(node) or str(node),
-                        "the model switches autocast on inside its forward",
-                        "cast explicitly there, or run the whole model in the lower precision",
-                    )
-                ]
-            )
+            autocast = (*autocast, Autocast(device_type, dtype))
     else:
         return  # an operator that nothing here knows: propagate gathers it and says so
     assert isinstance(body, fx.Node)
@@ -63,7 +62,7 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
     inner = module.get_submodule(body.target)
     assert isinstance(inner, fx.GraphModule)
     with module.graph.inserting_before(node):
-        result = _copy_body(module, inner, operands, node)
+        result = _copy_body(module, inner, operands, node, autocast)
         if stop_gradients:
             result = [_detached(module.graph, value, node) for value in result]
     for user in list(node.users):
@@ -77,11 +76,15 @@ def _inline(module: fx.GraphModule, node: fx.Node) -> None:
         module.graph.erase_node(body)
 
 
-def _copy_body(module: fx.GraphModule, inner: fx.GraphModule, operands: list[Any], at: fx.Node) -> list[Any]:
+def _copy_body(
+    module: fx.GraphModule, inner: fx.GraphModule, operands: list[Any], at: fx.Node, autocast: tuple[Autocast, ...]
+) -> list[Any]:
     """The nodes of ``inner`` copied before ``at``, regions inside it inlined in turn."""
     for node in list(inner.graph.nodes):
         if isinstance(node.target, torch._ops.HigherOrderOperator):
-            _inline(inner, node)
+            _inline(inner, node, autocast)
+        else:
+            make_explicit(inner.graph, node, autocast)
     values = iter(operands)
     env: dict[fx.Node, Any] = {}
     for node in inner.graph.nodes:

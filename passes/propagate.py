@@ -126,9 +126,9 @@ class Propagate:
         if not isinstance(answer, Refusal):
             answer = _checked(answer)
         if isinstance(answer, Refusal):
-            return _fallback(node, answer.reason, tuple(_like_operands(node)))
+            return _fallback(node, answer.reason, tuple(_like_operands(node)), is_site)
         if node.name in self.gather_at:
-            return _fallback(node, "gathered on request", answer.results)
+            return _fallback(node, "gathered on request", answer.results, is_site)
         operands = tuple(_operand_layouts(node, answer))
         return Decision(answer.results, operands, answer.arguments, answer.target, site=site)
 
@@ -185,14 +185,21 @@ def _whole_results(node: fx.Node) -> tuple[Layout | None, ...]:
     return tuple(None if value is None else Layout.replicated(shape_of(value)) for value in tensor_results(node))
 
 
-def _fallback(node: fx.Node, reason: str, wanted: tuple[Layout | None, ...]) -> Decision:
+def _fallback(node: fx.Node, reason: str, wanted: tuple[Layout | None, ...], is_site: bool) -> Decision:
     """The operator runs on whole operands; its results go back to the layouts ``wanted``, which costs nothing."""
     results = _whole_results(node)
     operands = tuple(Layout.replicated(layout_of(operand).shape) for operand in tensor_operands(node))
     returns = tuple(None if layout is None else layout.reduced() for layout in wanted)
+    site = (
+        Site(
+            "whole", operands[0], operands[1], operands[2], Layout.replicated(shape_of(node.meta["val"])), False, reason
+        )
+        if is_site
+        else None
+    )
     if all(layout is None or layout.is_replicated for layout in returns):
-        return Decision(results, operands, fallback=reason)
-    return Decision(results, operands, returns=returns, fallback=reason)
+        return Decision(results, operands, fallback=reason, site=site)
+    return Decision(results, operands, returns=returns, fallback=reason, site=site)
 
 
 def _like_operands(node: fx.Node) -> Iterator[Layout | None]:

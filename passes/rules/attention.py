@@ -24,7 +24,8 @@ from cpcompile.passes.rules.call import Answer, Call, Operand, agree, broadcast_
 from cpcompile.reshape import meet
 from cpcompile.sizes import at_most, divide
 
-Kind: TypeAlias = Literal["local", "ulysses", "gathered", "ulysses+gathered"]
+Kind: TypeAlias = Literal["local", "ulysses", "gathered", "ulysses+gathered", "whole"]
+"""``whole``: every rank computes all of it, on gathered operands."""
 
 
 @dataclass(frozen=True)
