@@ -13,16 +13,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from cpcompile.alignment import Pair, aligned, can_list, explode
 from cpcompile.assemble import all_coords
 from cpcompile.errors import Refusal
-from cpcompile.layout import Axis, Coords, Dim, Layout, Part, Product, Segment, whole
-from cpcompile.reshape import factor
+from cpcompile.layout import Axis, Coords, Dim, Layout, Part, Segment
 from cpcompile.sizes import Size, add, at_most, product, subtract
 
 Kind: TypeAlias = Literal["none", "shard", "gather", "all_to_all"]
 _Place: TypeAlias = tuple[tuple[str, int], ...]
-
-_MAX_LISTED_RUNS = 256  # above this runs are not listed one by one: there would be as many blocks
 
 
 @dataclass(frozen=True)
@@ -49,76 +47,13 @@ class Block:
         return product(self.lengths)
 
 
-@dataclass(frozen=True)
-class Pair:
-    """A layout change with every dimension cut into plain parts: no repetition is left where it can be a dimension."""
-
-    source: Layout
-    target: Layout
-
-
-@functools.lru_cache(maxsize=8192)
-def explode(source: Layout, target: Layout) -> Pair:
-    """The same change on the tensor with its repeated dimensions unfolded: (2 * 64 cp) becomes (2) (64 cp)."""
-    pairs = [pair for s, t in zip(source.dims, target.dims, strict=True) for pair in _explode_dim(s, t)]
-    return Pair(Layout(tuple(s for s, _ in pairs)), Layout(tuple(t for _, t in pairs)))
-
-
-def _explode_dim(source: Dim, target: Dim) -> list[tuple[Dim, Dim]]:
-    for shape_from in (source, target):
-        part = shape_from.parts[0]
-        if len(shape_from.parts) != 1 or not isinstance(part, Product):
-            continue
-        one = factor(source, part.outer.size, part.inner.size)
-        other = factor(target, part.outer.size, part.inner.size)
-        if not isinstance(one, Refusal) and not isinstance(other, Refusal):
-            return [(one[0], other[0]), *_explode_dim(one[1], other[1])]
-    return [(source, target)]
-
-
-def _aligned(source: Dim, target: Dim) -> list[tuple[Dim, Dim]] | Refusal:
-    """Both dims in rows of parts of equal size, whole parts cut to fit; one row where the parts do not fit."""
-    found: list[tuple[Dim, Dim]] = []
-    lefts, rights = _plain(source.parts), _plain(target.parts)
-    while lefts and rights:
-        a, b = lefts.pop(0), rights.pop(0)
-        if a.size == b.size:
-            found.append((Dim((a,)), Dim((b,))))
-        elif _is_whole(a) and at_most(b.size, a.size):
-            found.append((whole(b.size), Dim((b,))))
-            lefts.insert(0, Segment(subtract(a.size, b.size)))
-        elif _is_whole(b) and at_most(a.size, b.size):
-            found.append((Dim((a,)), whole(a.size)))
-            rights.insert(0, Segment(subtract(b.size, a.size)))
-        elif _can_list(source) and _can_list(target):
-            return [(source, target)]
-        else:
-            return Refusal(f"({source}) and ({target}) are cut at different places")
-    return found if not lefts and not rights else Refusal(f"({source}) and ({target}) differ in size")
-
-
-def _plain(parts: Sequence[Part]) -> list[Part]:
-    """Repetitions of a known count written out."""
-    found: list[Part] = []
-    for part in parts:
-        if isinstance(part, Product) and part.outer.is_replicated and isinstance(part.outer.size, int):
-            found.extend(_plain(part.inner.parts) * part.outer.size)
-        else:
-            found.append(part)
-    return found
-
-
-def _is_whole(part: Part) -> bool:
-    return isinstance(part, Segment) and part.is_replicated
-
-
 def _moved_axes(source: Dim, target: Dim) -> frozenset[Axis] | Refusal:
     """The axes along which the change of one row of parts needs communication."""
     if source == target:
         return frozenset()
     one, other = _segment(source), _segment(target)
-    can_list = _can_list(source) and _can_list(target)
-    if not can_list and (one is None or other is None):
+    listed = can_list(source) and can_list(target)
+    if not listed and (one is None or other is None):
         return Refusal(f"({source}) to ({target}) has no plain exchange")
     if source.is_replicated or target.is_replicated:
         return source.axes
@@ -126,7 +61,7 @@ def _moved_axes(source: Dim, target: Dim) -> frozenset[Axis] | Refusal:
         shared = min(len(one.axes), len(other.axes))
         if one.axes[:shared] == other.axes[:shared] and _nested(one, other):
             return frozenset(one.axes[shared:])
-    if not can_list:
+    if not listed:
         return Refusal(f"({source}) to ({target}) has no exchange that symbolic sizes can state")
     if source.gathered(source.axes - target.axes) == target:
         return source.axes - target.axes
@@ -135,18 +70,6 @@ def _moved_axes(source: Dim, target: Dim) -> frozenset[Axis] | Refusal:
 
 def _segment(dim: Dim) -> Segment | None:
     return part if len(dim.parts) == 1 and isinstance(part := dim.parts[0], Segment) else None
-
-
-def _can_list(dim: Dim) -> bool:
-    """Whether what each rank holds of it can be listed, run by run."""
-    return isinstance(dim.size, int) and sum(_runs_in(part) for part in dim.parts) <= _MAX_LISTED_RUNS
-
-
-def _runs_in(part: Part) -> int:
-    if isinstance(part, Segment):
-        return 1
-    assert isinstance(part.outer.size, int)
-    return part.outer.size * sum(_runs_in(below) for below in part.inner.parts)
 
 
 def _nested(source: Segment, target: Segment) -> bool:
@@ -162,7 +85,7 @@ def moved_axes(source: Layout, target: Layout) -> tuple[Axis, ...] | Refusal:
     moved: set[Axis] = set()
     order: list[Axis] = []
     for s, t in zip(pair.source.dims, pair.target.dims, strict=True):
-        rows = _aligned(s, t)
+        rows = aligned(s, t)
         if isinstance(rows, Refusal):
             return rows
         for a, b in rows:
@@ -197,7 +120,7 @@ def kind_of(source: Layout, target: Layout) -> Kind | Refusal:
 
 
 def _runs(source: Dim, target: Dim, holder: Coords, needer: Coords) -> list[Run]:
-    rows = _aligned(source, target)
+    rows = aligned(source, target)
     assert not isinstance(rows, Refusal)
     found: list[Run] = []
     at_source: Size = 0

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from cpcompile.alignment import explode
 from cpcompile.assemble import shard
 from cpcompile.decision import Cotangent, decision, tensor_operands
 from cpcompile.findings import Findings
@@ -20,7 +21,7 @@ from cpcompile.layout import Coords
 from cpcompile.local_values import LocalValues, Spec, run_on_shapes, run_piece
 from cpcompile.ops import collectives, neutral
 from cpcompile.ops.markers import mark
-from cpcompile.transfer import explode, moved_axes
+from cpcompile.transfer import moved_axes
 
 aten = torch.ops.aten
 _wait = torch.ops._c10d_functional.wait_tensor.default

@@ -13,6 +13,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import fx
 
+from cpcompile.alignment import Pair, explode
 from cpcompile.assemble import all_coords, shard
 from cpcompile.decision import decision, tensor_operands
 from cpcompile.findings import Findings
@@ -21,7 +22,7 @@ from cpcompile.local_values import LocalValues, run_on_shapes
 from cpcompile.ops import collectives
 from cpcompile.show import operator_name
 from cpcompile.sizes import Size
-from cpcompile.transfer import Pair, explode, peers
+from cpcompile.transfer import peers
 from cpcompile.verify_local import is_raw_collective, origin_of, place
 
 Box: TypeAlias = tuple[tuple[int, ...], tuple[int, ...]]

@@ -19,13 +19,14 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
+from cpcompile.alignment import explode
 from cpcompile.decision import Cotangent, Decision, GradSync, decision, tensor_operands
 from cpcompile.layout import Axis, Coords, Dim, Layout
 from cpcompile.ops import collectives, neutral
 from cpcompile.passes.rules.bind import localized
 from cpcompile.sizes import Size, as_size
 from cpcompile.symbols import SizeWriter
-from cpcompile.transfer import Block, blocks, explode, moved_axes, own_ranges, peers
+from cpcompile.transfer import Block, blocks, moved_axes, own_ranges, peers
 
 aten = torch.ops.aten
 

@@ -18,7 +18,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from cpcompile import ContextParallelOutput, parallelize
-from cpcompile.simulate import error
+from cpcompile.reference import error
 from tests.models import case, flux_inputs, plan_without
 
 Findings: TypeAlias = "dict[str, float | bool]"

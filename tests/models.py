@@ -16,7 +16,8 @@ from cpcompile.capture import Captured
 from cpcompile.check_report import CheckReport
 from cpcompile.compiled import captured_call, plan_of
 from cpcompile.pipeline import Options
-from cpcompile.simulate import Reference, check_captured, mesh_axes, reference
+from cpcompile.reference import Reference, reference
+from cpcompile.simulate import check_captured, mesh_axes
 
 Case: TypeAlias = "tuple[nn.Module, dict[str, Any]]"
 

@@ -14,7 +14,8 @@ from torch import nn
 from cpcompile import CheckReport, ContextParallelInput, ContextParallelOutput
 from cpcompile.compiled import captured_call, plan_of
 from cpcompile.pipeline import Options
-from cpcompile.simulate import check_captured, mesh_axes, reference
+from cpcompile.reference import reference
+from cpcompile.simulate import check_captured, mesh_axes
 
 Input: Any = ContextParallelInput
 Output: Any = ContextParallelOutput

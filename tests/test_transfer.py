@@ -13,11 +13,12 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
+from cpcompile.alignment import explode
 from cpcompile.assemble import all_coords, shard
 from cpcompile.errors import Refusal
 from cpcompile.layout import Axis, Coords, Dim, Layout, Segment, sharded, whole
 from cpcompile.sizes import Size, ceil_div
-from cpcompile.transfer import Block, blocks, elements_sent, explode, kind_of, moved_axes, own_ranges, peers
+from cpcompile.transfer import Block, blocks, elements_sent, kind_of, moved_axes, own_ranges, peers
 from tests.strategies import CP3, Mesh, counted, layouts, layouts_profile, meshes, number, product_of
 
 CP2, DP = Axis("cp", 2), Axis("dp", 2)
