@@ -60,6 +60,7 @@ def check(
     kwargs: Mapping[str, Any] | None = None,
     backward: bool = False,
     bisect: bool = False,
+    dynamic: bool = False,
     tolerance: float | None = None,
 ) -> CheckReport:
     """Run one call of ``model`` on ``ring * ulysses`` simulated ranks and compare it with the model itself.
@@ -73,6 +74,7 @@ def check(
         args, kwargs: the call's arguments.
         backward: compare every parameter's (and input's) gradient too, under fixed random cotangents of the outputs.
         bisect: name the first value that differs from the captured graph's, with its layout.
+        dynamic: capture sizes as symbols.
         tolerance: the largest error allowed, relative to each output's (and each gradient's own) scale; None takes
             what the output's dtype can hold.
 
@@ -80,7 +82,7 @@ def check(
         PlanError, MeshError, CaptureError, UnsupportedError: before anything runs.
     """
     axes = mesh_axes(ring, ulysses)
-    captured = captured_call(model, plan_of(model, plan), args, kwargs)
+    captured = captured_call(model, plan_of(model, plan), args, kwargs, dynamic=dynamic)
     options = Options(verify=True)
     return check_captured(
         model, captured, axes, args, kwargs, options, backward=backward, bisect=bisect, tolerance=tolerance
