@@ -2,6 +2,7 @@
 
 import cpcompile.ops  # noqa: F401  registers the operators of rewritten graphs
 from cpcompile.check_report import CheckReport
+from cpcompile.config import ContextParallelConfig, ParallelConfig
 from cpcompile.errors import (
     CaptureError,
     CPCompileError,
@@ -9,6 +10,7 @@ from cpcompile.errors import (
     MeshError,
     PlanError,
     Problem,
+    RanksDisagreeError,
     UnsupportedError,
     VerificationError,
 )
@@ -27,6 +29,7 @@ __all__ = [
     "CPCompileError",
     "CaptureError",
     "CheckReport",
+    "ContextParallelConfig",
     "ContextParallelInput",
     "ContextParallelInputType",
     "ContextParallelModelPlan",
@@ -34,9 +37,11 @@ __all__ = [
     "ContextParallelOutputType",
     "FallbackError",
     "MeshError",
+    "ParallelConfig",
     "ParallelModule",
     "PlanError",
     "Problem",
+    "RanksDisagreeError",
     "Report",
     "UnsupportedError",
     "VerificationError",
