@@ -5,10 +5,12 @@ Over the process group's store, with a timeout, so that a rank that comes alone 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import gc
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -22,6 +24,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group  # type: i
 from cpcompile.errors import Problem, RanksDisagreeError
 from cpcompile.mesh import Ranks
 
+_TOGETHER = "call the module on every rank with the same kinds of arguments, and change the model on all of them"
 _SAMPLE = 64  # elements of each parameter that are compared
 
 
@@ -60,14 +63,13 @@ def digest(tensor: torch.Tensor) -> str:
     return hashlib.blake2b(raw, digest_size=16).hexdigest()
 
 
-def agree(mine: Claim, key: str, ranks: Sequence[int], timeout_seconds: float) -> None:
-    """Compare this rank's claim with those of all ``ranks``, which must come to the same ``key``.
+def agree(mine: Claim, module: int, program: int, ranks: Sequence[int], timeout_seconds: float) -> None:
+    """Compare this rank's claim with those of all ``ranks``, which must come to the same program of the same module.
 
     Raises:
         RanksDisagreeError: on every rank, where a claim differs; or where some ranks did not come in time.
     """
-    store = PrefixStore("cpcompile", dist.distributed_c10d._get_default_store())
-    me = dist.get_rank()
+    store, me, key = _store(), dist.get_rank(), f"{module}/{program}"
     store.set(f"{key}/{me}", mine.text())
     claims: dict[int, Mapping[str, object]] = {}
     missing: list[int] = []
@@ -79,19 +81,52 @@ def agree(mine: Claim, key: str, ranks: Sequence[int], timeout_seconds: float) -
             continue
         claims[rank] = json.loads(store.get(f"{key}/{rank}"))
     if missing:
-        raise RanksDisagreeError(
-            [
-                Problem(
-                    f"program {key}",
-                    f"rank {me} compiled a call that {_ranks(missing)} did not come to in {timeout_seconds:g} seconds: "
-                    "the ranks were called with different arguments, or changed the model on some of them",
-                    "call the module on every rank with the same kinds of arguments, and change the model on all",
-                )
-            ]
+        law = (
+            f"rank {me} compiled a call that {_ranks(missing)} did not come to in {timeout_seconds:g} seconds: "
+            "the ranks were called with different arguments, or the model was changed on some of them"
         )
+        store.set(f"{module}/stopped", law)
+        raise RanksDisagreeError([Problem(f"program {key}", law, _TOGETHER)])
     problems = [*_differing(claims, "inputs"), *_differing(claims, "parameters"), *_program(claims)]
     if problems:
         raise RanksDisagreeError(problems)
+
+
+@contextlib.contextmanager
+def together(module: int, ranks: Ranks) -> Iterator[None]:
+    """Inside, a collective that fails because another rank stopped ends with that rank's reason.
+
+    A rank that stops alone takes its groups down with it, so that the others do not wait for it.
+
+    Raises:
+        RanksDisagreeError: another rank stopped, or this one did.
+    """
+    if len(ranks.members) == 1:
+        yield
+        return
+    try:
+        yield
+    except RanksDisagreeError:
+        if _store().check([f"{module}/stopped"]):
+            _leave(ranks)
+        raise
+    except RuntimeError as error:
+        if not _store().check([f"{module}/stopped"]):
+            raise
+        law = _store().get(f"{module}/stopped").decode()
+        raise RanksDisagreeError([Problem("a collective of this program", law, _TOGETHER)]) from error
+
+
+def _leave(ranks: Ranks) -> None:
+    """Take this rank's groups down. Aborting them is not enough where the backend is gloo: its peers wait on."""
+    for name in dict.fromkeys(ranks.groups.values()):
+        with contextlib.suppress(RuntimeError, ValueError, AssertionError):  # gone with the default group
+            dist.destroy_process_group(_resolve_process_group(name))  # type: ignore[arg-type]
+    gc.collect()
+
+
+def _store() -> PrefixStore:
+    return PrefixStore("cpcompile", dist.distributed_c10d._get_default_store())
 
 
 def broadcast(tensors: Sequence[torch.Tensor], ranks: Ranks) -> list[torch.Tensor]:

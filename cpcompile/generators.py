@@ -47,7 +47,7 @@ def shared_draws(ranks: Ranks, device: torch.device) -> Iterator[None]:
         return
     group = _resolve_process_group(ranks.groups[".".join(axis.name for axis in ranks.axes)])  # type: ignore[arg-type]
     for index, state in enumerate(states):
-        shared = state.to(device)
+        shared = state.clone().to(device)
         dist.broadcast(shared, ranks.members[0], group=group)
         _set(index, shared.cpu(), device)
     try:

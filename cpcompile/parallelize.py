@@ -10,7 +10,7 @@ import torch
 from torch import fx, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from cpcompile.agreement import broadcast
+from cpcompile.agreement import broadcast, together
 from cpcompile.assemble import all_coords
 from cpcompile.autocast import switched_off
 from cpcompile.compiled import plan_of
@@ -112,9 +112,10 @@ class ParallelModule(nn.Module):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the model. Takes its arguments, gives its result."""
-        program, tensors = self._program(args, kwargs)
-        with self._shared_draws(program, tensors), switched_off(program.captured.autocast):
-            return program.captured.output.build(program.module(*tensors))
+        with together(self._parallel_programs.name, self._parallel_ranks):
+            program, tensors = self._program(args, kwargs)
+            with self._shared_draws(program, tensors), switched_off(program.captured.autocast):
+                return program.captured.output.build(program.module(*tensors))
 
     def report(self) -> Report:
         """What was sharded, what each attention became, how many bytes move, and why, for the latest kind of call.

@@ -58,7 +58,7 @@ class Programs:
         self._plan = plan
         self._ranks = ranks
         self._settings = settings
-        self._name = next(_serial)
+        self.name = next(_serial)
         self._made = 0
         self._programs: dict[Any, list[Program]] = {}
         self.latest: Program | None = None
@@ -94,7 +94,7 @@ class Programs:
         if len(ranks.members) > 1:
             values = settings.inputs == "check"
             claim = claim_of(captured.names, tensors, self._model, text(rewritten.module), values=values)
-            agree(claim, f"{self._name}/{self._made}", ranks.members, settings.timeout_seconds)
+            agree(claim, self.name, self._made, ranks.members, settings.timeout_seconds)
         self._made += 1
         module = lower(rewritten, ranks.coords)
         bind_groups(module, ranks.groups)

@@ -51,10 +51,15 @@ class Draws:
 
 def makes_draws(module: fx.GraphModule) -> bool:
     """Whether a graph draws random numbers."""
-    return any(
-        isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
-        for node in module.graph.nodes
-    ) or any(node.target is aten.dropout.default for node in module.graph.nodes)
+    return any(_draws(node) for node in module.graph.nodes if node.op == "call_function")
+
+
+def _draws(node: fx.Node) -> bool:
+    if node.target is aten.scaled_dot_product_attention.default:  # tagged as drawing, for its dropout
+        return bool(node.kwargs.get("dropout_p", node.args[4] if len(node.args) > 4 else 0.0))
+    if node.target is aten.dropout.default:
+        return True
+    return isinstance(node.target, torch._ops.OpOverload) and torch.Tag.nondeterministic_seeded in node.target.tags
 
 
 def _dropout(graph: fx.Graph, node: fx.Node) -> fx.Node:
