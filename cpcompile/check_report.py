@@ -28,8 +28,9 @@ class CheckReport:
 
     ok: whether every rank's outputs (and gradients) are equal within ``tolerance``. max_error: the worst output of the
     worst rank, relative to that output's scale. max_grad_error: the worst parameter, relative to its own gradient's
-    scale; ``worst_gradient`` names it. collectives: how often each kind ran on a rank, forward; bytes_sent: bytes that
-    left each rank, forward, counted from the collectives that ran; likewise ``backward_...``.
+    scale; ``worst_gradient`` names it. Left out is a gradient that rounding alone changes as much on one device (of a
+    key's bias, which a softmax does not see): a note names it. collectives: how often each kind ran on a rank, forward;
+    bytes_sent: bytes that left each rank, forward, counted from the collectives that ran; likewise ``backward_...``.
     """
 
     ok: bool
