@@ -60,7 +60,9 @@ def compile_call(
         FallbackError: with ``strict``, an operator would run on gathered operands.
     """
     rewritten = rewrite(captured, axes, options)
-    report = make_report(rewritten.module, rewritten.axes, (*captured.notes, *rewritten.notes))
+    notes = (*captured.notes, *rewritten.notes)
+    raw = options.grad_sync == "none"
+    report = make_report(rewritten.module, rewritten.axes, notes, raw_gradients=raw)
     if rewritten.axes and not any(_is_sharded(node) for node in rewritten.module.graph.nodes) and not rewritten.notes:
         marks = [node.args[1] for node in captured.module.graph.nodes if node.target is mark]
         reasons = "; ".join(captured.notes) or "no tensor was split"

@@ -12,6 +12,7 @@ from rich.text import Text
 from torch import fx
 
 from cpcompile.assemble import all_coords
+from cpcompile.cotangents import has_gradient
 from cpcompile.decision import Decision, decision, is_tensor, module_of, tensor_operands
 from cpcompile.graphs import source_line
 from cpcompile.layout import Axis, Layout
@@ -60,7 +61,11 @@ class ReshardReport:
 
 @dataclass(frozen=True)
 class Report:
-    """All of it. bytes_sent: by each rank in the forward pass, predicted from the layouts."""
+    """All of it.
+
+    bytes_sent: by each rank in the forward pass, predicted from the layouts. gradients: where they are left raw, for
+    each parameter whether every rank holds the whole of it ("full") or a term of its sum ("pending").
+    """
 
     axes: tuple[Axis, ...]
     sites: tuple[SiteReport, ...]
@@ -68,6 +73,7 @@ class Report:
     inserted: tuple[ReshardReport, ...]
     notes: tuple[str, ...]
     bytes_sent: tuple[Size, ...]
+    gradients: tuple[tuple[str, str], ...] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         ranks = " x ".join(f"{axis.name} {axis.size}" for axis in self.axes)
@@ -88,6 +94,8 @@ class Report:
                     for x in self.inserted
                 ),
             )
+        if self.gradients:
+            yield _table("raw gradients", ("parameter", "on each rank"), self.gradients)
         for note in self.notes:
             yield Text(f"note: {note}", style="yellow")
         yield Text(f"forward pass: at most {largest(self.bytes_sent)} leave a rank")
@@ -137,8 +145,10 @@ def largest(sizes: Iterable[Size]) -> str:
     return f"{count} B" if unit == 0 else f"{count / 1024**unit:.1f} {'KMGT'[unit - 1]}iB"
 
 
-def make_report(module: fx.GraphModule, axes: tuple[Axis, ...], notes: Iterable[str]) -> Report:
-    """Read a rewritten graph's decisions."""
+def make_report(
+    module: fx.GraphModule, axes: tuple[Axis, ...], notes: Iterable[str], *, raw_gradients: bool = False
+) -> Report:
+    """Read a rewritten graph's decisions; with ``raw_gradients`` what each parameter's gradient is on a rank."""
     ranks = all_coords(axes)
     sites: list[SiteReport] = []
     fallbacks: list[FallbackReport] = []
@@ -176,7 +186,12 @@ def make_report(module: fx.GraphModule, axes: tuple[Axis, ...], notes: Iterable[
                     made.why or "rule",
                 )
             )
-    return Report(axes, tuple(sites), tuple(fallbacks), tuple(inserted), tuple(notes), total)
+    gradients = tuple(
+        (str(node.target), decision(node).cotangent.value)
+        for node in module.graph.nodes
+        if raw_gradients and node.op == "get_attr" and is_tensor(node) and has_gradient(node)
+    )
+    return Report(axes, tuple(sites), tuple(fallbacks), tuple(inserted), tuple(notes), total, gradients)
 
 
 def _target_name(node: fx.Node) -> str:

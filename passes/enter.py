@@ -77,20 +77,21 @@ def _requires_grad(module: fx.GraphModule, node: fx.Node) -> bool:
 
 
 def _buckets(nodes: list[fx.Node]) -> list[list[fx.Node]]:
-    """Values of one dtype together, inputs (whose sizes may be symbols) each alone."""
+    """Values of one dtype and device together, inputs (whose sizes may be symbols) each alone."""
     found: list[list[fx.Node]] = []
-    open_: dict[torch.dtype, tuple[list[fx.Node], int]] = {}
+    open_: dict[tuple[torch.dtype, torch.device], tuple[list[fx.Node], int]] = {}
     for node in nodes:
         value = node.meta["val"]
         if node.op == "placeholder":
             found.append([node])
             continue
-        bucket, held_bytes = open_.get(value.dtype, ([], 0))
+        kind = (value.dtype, value.device)
+        bucket, held_bytes = open_.get(kind, ([], 0))
         size_bytes = value.numel() * value.element_size()
         if bucket and held_bytes + size_bytes > _BUCKET_BYTES:
             bucket, held_bytes = [], 0
         if not bucket:
             found.append(bucket)
         bucket.append(node)
-        open_[value.dtype] = (bucket, held_bytes + size_bytes)
+        open_[kind] = (bucket, held_bytes + size_bytes)
     return found

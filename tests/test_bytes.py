@@ -12,8 +12,12 @@ from functools import cache
 from typing import TypeAlias
 
 import pytest
+import torch
+from torch import nn
 
+from cpcompile import ContextParallelInput
 from cpcompile.check_report import CheckReport
+from cpcompile.compiled import captured_call, compile_call, plan_of
 from cpcompile.pipeline import Options
 from cpcompile.simulate import check_captured, mesh_axes
 from tests.models import BATCH, HEAD_DIM, HEADS, capture_of, case, checked, reference_of
@@ -177,3 +181,30 @@ def test_gradients_of_all_parameters_are_summed_at_once() -> None:
     assert not raw.ok, "without the sum gradients are no rank's"
     assert summed.backward_collectives - raw.backward_collectives == Counter({"all_reduce": 1})
     assert summed.bytes_sent == raw.bytes_sent
+
+
+class Pooled(nn.Module):
+    """One linear before the sum over the tokens, one behind it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.behind = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.behind(self.before(x).mean(1).relu())
+
+
+def test_raw_gradients_are_named() -> None:
+    """Parameters behind a sum over all tokens have whole gradients on every rank, those before it terms of a sum."""
+    model = Pooled()
+    plan = plan_of(model, {"": {"x": ContextParallelInput(split_dim=1)}})
+    captured = captured_call(model, plan, (torch.randn(2, 6, 4),), {})
+    _, report = compile_call(captured, mesh_axes(1, 2), Options(grad_sync="none"))
+    assert dict(report.gradients) == {
+        "before.weight": "pending",
+        "before.bias": "pending",
+        "behind.weight": "full",
+        "behind.bias": "full",
+    }
+    assert "raw gradients" in str(report)
+    assert not compile_call(captured, mesh_axes(1, 2), Options())[1].gradients
