@@ -75,6 +75,14 @@ def decision(node: Node) -> Decision:
     return found
 
 
+def layout_of(node: Node) -> Layout:
+    """The layout in which a value's users see it."""
+    made = decision(node)
+    seen = made.layout if made.returns is None else made.returns[0]
+    assert seen is not None
+    return seen
+
+
 def has_decision(node: Node) -> bool:
     """Whether a decision is written on a node."""
     return "cp" in node.meta

@@ -6,7 +6,7 @@ import functools
 import math
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from cpcompile.assemble import all_coords
 from cpcompile.capture import Captured
 from cpcompile.decision import GradSync, decision
 from cpcompile.layout import Axis, Coords, segments_of
+from cpcompile.passes.analyse import Advice, Analyse
 from cpcompile.passes.attention import Attention
 from cpcompile.passes.cotangents import Cotangents
 from cpcompile.passes.draws import Draws, makes_draws
@@ -26,7 +27,7 @@ from cpcompile.passes.functionalize import Functionalize
 from cpcompile.passes.inline import Inline
 from cpcompile.passes.lower import Lower, bind_groups
 from cpcompile.passes.normalize import Normalize
-from cpcompile.passes.propagate import Propagate, unequal_sizes
+from cpcompile.passes.propagate import Propagate
 from cpcompile.passes.reshard import Reshard
 from cpcompile.passes.rules.attention import Policy
 from cpcompile.passes.rules.call import Rule
@@ -44,6 +45,9 @@ __all__ = [
     "rewrite",
     "shortest_sizes",
 ]
+
+
+_MAX_ROUNDS = 16  # of propagation: each settles a pair of symbols, or rows of one more size
 
 
 @dataclass(frozen=True)
@@ -146,14 +150,30 @@ def _run(
     notes: tuple[str, ...] = ()
     for step, stage in passes:
         _timed(seconds, step, module)
-        while stage == "propagate" and (pair := unequal_sizes(module)) and captured.sizes.assume_equal(*pair):
-            _timed(seconds, step, module)  # what was decided before holds a symbol that is gone
-        if stage == "propagate":  # markers carry their notes, and are gone after it
+        if stage == "propagate":
+            _settle(captured, step, module, seconds)
+            # Markers carry their notes, and are gone after this.
             notes = tuple(note for node in module.graph.nodes if (note := decision(node).note))
         if options.verify:
             verify(module, stage, outputs_whole=options.gather_outputs)
     module.recompile()
     return module, notes, seconds
+
+
+def _settle(captured: Captured, propagate: Propagate, module: fx.GraphModule, seconds: dict[str, float]) -> None:
+    """Propagate again while what was decided shows that something else should have been."""
+    for _ in range(_MAX_ROUNDS):
+        advice: Advice = _timed(seconds, Analyse(), module)
+        granules = dict(propagate.granules)
+        for size, granule in advice.granules.items():
+            known = granules.get(size, 1)
+            both_known = isinstance(known, int) and isinstance(granule, int)
+            granules[size] = math.lcm(known, granule) if both_known else granule
+        met = advice.unequal is not None and captured.sizes.assume_equal(*advice.unequal)
+        if not met and granules == propagate.granules:
+            return
+        propagate = replace(propagate, granules=granules)
+        _timed(seconds, propagate, module)
 
 
 def lower(rewritten: Rewritten, coords: Coords) -> fx.GraphModule:
@@ -201,8 +221,9 @@ def _copied(module: fx.GraphModule) -> fx.GraphModule:
     return _LazyGraphModule(module, graph, class_name=type(module).__name__)
 
 
-def _timed(seconds: dict[str, float], step: Any, module: fx.GraphModule) -> None:
+def _timed(seconds: dict[str, float], step: Any, module: fx.GraphModule) -> Any:
     start = time.perf_counter()
     with torch.no_grad():
-        step(module)
+        result = step(module)
     seconds[step.name] = seconds.get(step.name, 0.0) + time.perf_counter() - start
+    return result

@@ -20,7 +20,15 @@ import torch
 from torch import fx
 from torch._ops import OpOverload
 
-from cpcompile.decision import Decision, decision, is_tensor, shape_of, tensor_operands, tensor_results
+from cpcompile.decision import (
+    Decision,
+    decision,
+    is_tensor,
+    layout_of,
+    shape_of,
+    tensor_operands,
+    tensor_results,
+)
 from cpcompile.errors import Refusal
 from cpcompile.layout import Axis, Layout, sharded, whole
 from cpcompile.ops.markers import mark
@@ -29,7 +37,6 @@ from cpcompile.passes.rules.attention import Policy, Site, attention
 from cpcompile.passes.rules.bind import bind
 from cpcompile.passes.rules.call import Answer, Call, Operand, Result, Rule
 from cpcompile.plan import PlanEntry
-from cpcompile.reshape import first_unequal
 from cpcompile.sizes import Size, product
 
 aten = torch.ops.aten
@@ -42,7 +49,7 @@ class Propagate:
     axes: the axes that share the sequence, outermost first. gather_axes: those over which attention gathers keys and
     values. entries: the plan's, as the markers count them. rules: the user's own. gather_outputs: whether the graph's
     outputs are whole. gather_at: names of nodes to run gathered although a rule exists (for tests). policy: see
-    ``rules.attention``.
+    ``rules.attention``. granules: for dimensions of a size, of how many indices their shards are multiples.
     """
 
     axes: tuple[Axis, ...]
@@ -52,6 +59,7 @@ class Propagate:
     gather_outputs: bool = True
     gather_at: frozenset[str] = frozenset()
     policy: Policy = "auto"
+    granules: Mapping[Size, Size] = field(default_factory=dict)
     name: ClassVar[str] = "propagate"
 
     def __call__(self, module: fx.GraphModule) -> None:
@@ -98,7 +106,7 @@ class Propagate:
         elif layout.is_sharded:
             wanted, note = layout, f"{entry.name}: it is sharded along another dimension already, as {layout}"
         else:
-            wanted = layout.with_dim(index, sharded(dim.size, self.axes))
+            wanted = layout.with_dim(index, sharded(dim.size, self.axes, self.granules.get(dim.size, 1)))
             if not wanted.is_sharded:
                 ranks = product(axis.size for axis in self.axes)
                 note = f"{entry.name}: dimension {index} has {dim.size} indices for {ranks} ranks; every rank keeps all"
@@ -131,14 +139,6 @@ class Propagate:
             return _fallback(node, "gathered on request", answer.results, is_site)
         operands = tuple(_operand_layouts(node, answer))
         return Decision(answer.results, operands, answer.arguments, answer.target, site=site)
-
-
-def layout_of(node: fx.Node) -> Layout:
-    """The layout in which a value's users see it."""
-    made = decision(node)
-    seen = made.layout if made.returns is None else made.returns[0]
-    assert seen is not None
-    return seen
 
 
 def call_of(node: fx.Node) -> Call:
@@ -215,17 +215,3 @@ def _like_operands(node: fx.Node) -> Iterator[Layout | None]:
         for layout in alike[:1]:
             dims = [own if own.size == size else whole(size) for own, size in zip(layout.dims, shape, strict=True)]
         yield Layout(tuple(dims))
-
-
-def unequal_sizes(module: fx.GraphModule) -> tuple[Size, Size] | None:
-    """The sizes of the first two sharded segments that meet and are not known to be equal, if there are any."""
-    for node in module.graph.nodes:
-        if node.op == "output" or decision(node).fallback is not None:
-            continue
-        for operand, needed in zip(tensor_operands(node), decision(node).operands, strict=True):
-            for own, wanted in zip(layout_of(operand).dims, needed.dims, strict=True):
-                if own != wanted and not own.is_replicated and not wanted.is_replicated:
-                    pair = first_unequal(own, wanted)
-                    if pair is not None:
-                        return pair
-    return None
