@@ -61,8 +61,10 @@ def compile_call(
     """
     rewritten = rewrite(captured, axes, options)
     notes = (*captured.notes, *rewritten.notes)
+    if captured.sizes.are_symbolic:
+        notes = (*notes, "sizes are symbols: the bytes are those of the captured call")
     raw = options.grad_sync == "none"
-    report = make_report(rewritten.module, rewritten.axes, notes, raw_gradients=raw)
+    report = make_report(rewritten.module, rewritten.axes, notes, raw_gradients=raw, known=captured.sizes.known)
     if rewritten.axes and not any(_is_sharded(node) for node in rewritten.module.graph.nodes) and not rewritten.notes:
         marks = [node.args[1] for node in captured.module.graph.nodes if node.target is mark]
         reasons = "; ".join(captured.notes) or "no tensor was split"

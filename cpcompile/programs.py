@@ -89,8 +89,15 @@ class Programs:
     def _compile(self, args: Sequence[Any], kwargs: Mapping[str, Any], tensors: Sequence[torch.Tensor]) -> Program:
         ranks, settings = self._ranks, self._settings
         fingerprint = self._fingerprint()
-        captured = captured_call(self._model, self._plan, args, kwargs, dynamic=settings.dynamic)
-        rewritten, report = compile_call(captured, ranks.axes, settings.options, strict=settings.strict)
+        shapes = [tensor.shape for tensor in tensors]
+        for dynamic in (True, False) if settings.dynamic else (False,):
+            captured = captured_call(self._model, self._plan, args, kwargs, dynamic=dynamic)
+            rewritten, report = compile_call(captured, ranks.axes, settings.options, strict=settings.strict)
+            matches = captured.sizes.matcher(shortest_sizes(rewritten))
+            if matches(
+                shapes
+            ):  # not where symbols are taken to be as long as there are ranks, and this call is shorter
+                break
         if len(ranks.members) > 1:
             values = settings.inputs == "check"
             claim = claim_of(captured.names, tensors, self._model, text(rewritten.module), values=values)
@@ -98,7 +105,6 @@ class Programs:
         self._made += 1
         module = lower(rewritten, ranks.coords)
         bind_groups(module, ranks.groups)
-        matches = captured.sizes.matcher(shortest_sizes(rewritten))
         return Program(captured, rewritten, report, module, matches, fingerprint)
 
     def _fingerprint(self) -> Fingerprint:

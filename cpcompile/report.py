@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
@@ -17,7 +18,7 @@ from cpcompile.decision import Decision, decision, is_tensor, module_of, tensor_
 from cpcompile.graphs import source_line
 from cpcompile.layout import Axis, Layout
 from cpcompile.ops import neutral
-from cpcompile.sizes import Size, add, multiply
+from cpcompile.sizes import Size, add, as_size, multiply
 from cpcompile.transfer import elements_sent
 
 
@@ -146,9 +147,17 @@ def largest(sizes: Iterable[Size]) -> str:
 
 
 def make_report(
-    module: fx.GraphModule, axes: tuple[Axis, ...], notes: Iterable[str], *, raw_gradients: bool = False
+    module: fx.GraphModule,
+    axes: tuple[Axis, ...],
+    notes: Iterable[str],
+    *,
+    raw_gradients: bool = False,
+    known: Mapping[Any, int] | None = None,
 ) -> Report:
-    """Read a rewritten graph's decisions; with ``raw_gradients`` what each parameter's gradient is on a rank."""
+    """Read a rewritten graph's decisions; with ``raw_gradients`` what each parameter's gradient is on a rank.
+
+    Where sizes are symbols, ``known`` has their values in the captured call, for which bytes are given.
+    """
     ranks = all_coords(axes)
     sites: list[SiteReport] = []
     fallbacks: list[FallbackReport] = []
@@ -157,7 +166,7 @@ def make_report(
     sent: dict[fx.Node, tuple[Size, ...]] = {}
     for node in module.graph.nodes:
         if node.target in neutral.RESHARDS:
-            sent[node] = _bytes_of(node, ranks)
+            sent[node] = tuple(_at(size, known or {}) for size in _bytes_of(node, ranks))
             total = _sum([total, sent[node]])
     for node in module.graph.nodes:
         made = decision(node)
@@ -192,6 +201,11 @@ def make_report(
         if raw_gradients and node.op == "get_attr" and is_tensor(node) and has_gradient(node)
     )
     return Report(axes, tuple(sites), tuple(fallbacks), tuple(inserted), tuple(notes), total, gradients)
+
+
+def _at(size: Size, known: Mapping[Any, int]) -> Size:
+    """A size where symbols have these values."""
+    return size if isinstance(size, int) else as_size(size.subs(known))
 
 
 def _target_name(node: fx.Node) -> str:

@@ -19,7 +19,7 @@ from cpcompile.decision import decision, has_decision, is_tensor, module_of
 from cpcompile.errors import MeshError, Problem
 from cpcompile.generators import DrawFrom
 from cpcompile.layout import Axis
-from cpcompile.pipeline import Options, Rewritten, bind_groups, lower_ranks
+from cpcompile.pipeline import Options, Rewritten, bind_groups, lower_ranks, shortest_sizes
 from cpcompile.reference import (
     Reference,
     carriers,
@@ -82,8 +82,13 @@ def check(
         PlanError, MeshError, CaptureError, UnsupportedError: before anything runs.
     """
     axes = mesh_axes(ring, ulysses)
-    captured = captured_call(model, plan_of(model, plan), args, kwargs, dynamic=dynamic)
     options = Options(verify=True)
+    captured = captured_call(model, plan_of(model, plan), args, kwargs, dynamic=dynamic)
+    if dynamic:
+        shapes = [tensor.shape for tensor in flatten((tuple(args), dict(kwargs or {})))[0]]
+        rewritten, _ = compile_call(captured, axes, options)
+        if not captured.sizes.matcher(shortest_sizes(rewritten))(shapes):
+            captured = captured_call(model, plan_of(model, plan), args, kwargs)
     return check_captured(
         model, captured, axes, args, kwargs, options, backward=backward, bisect=bisect, tolerance=tolerance
     )

@@ -141,6 +141,17 @@ def test_nothing_is_captured_twice(alone: DeviceMesh, monkeypatch: pytest.Monkey
     assert captures == 3
 
 
+def test_a_length_shorter_than_the_ranks_has_sizes_of_its_own() -> None:
+    model, _ = flux_captured()
+    report = check(model, ulysses=3, kwargs=flux_inputs(text=2, image=30), backward=True, dynamic=True)
+    assert report.ok, str(report)
+    assert any("2 indices for 3 ranks; every rank keeps all" in note for note in report.report.notes)
+    report = check(model, ulysses=3, kwargs=flux_inputs(text=3, image=30), dynamic=True)
+    assert report.ok, str(report)
+    assert any("the bytes are those of the captured call" in note for note in report.report.notes)
+    assert report.report.bytes_sent == report.bytes_sent
+
+
 def test_asking_costs_microseconds() -> None:
     _, captured = wan_captured()
     rewritten, _ = compile_call(captured, mesh_axes(1, 3), Options())
