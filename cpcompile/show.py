@@ -21,7 +21,7 @@ from torch import fx
 
 from cpcompile.decision import Cotangent, Decision, tensor_operands
 from cpcompile.layout import Coords, Layout
-from cpcompile.ops import collectives, neutral
+from cpcompile.ops import collectives, lowered, neutral
 
 if TYPE_CHECKING:
     from rich.text import Text
@@ -168,7 +168,7 @@ def _code(node: fx.Node, names: Names, max_items: int | None) -> str:
     if node.target is operator.getitem:
         return f"{names[node]} = {show(node.args[0])}[{show(node.args[1])}]"
     given = list(map(show, node.args))
-    if node.target in collectives.LOWERED:
+    if node.target in lowered.LOWERED:
         assert isinstance(node.target, torch._ops.OpOverload)
         schema = node.target._schema.arguments
         given = [value if not at else f"{schema[at].name}={value}" for at, value in enumerate(given)]

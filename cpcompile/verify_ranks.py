@@ -19,7 +19,7 @@ from cpcompile.decision import decision, tensor_operands
 from cpcompile.findings import Findings
 from cpcompile.layout import Axis, Coords, Layout, whole
 from cpcompile.local_values import LocalValues, run_on_shapes
-from cpcompile.ops import collectives
+from cpcompile.ops import collectives, lowered
 from cpcompile.show import operator_name
 from cpcompile.sizes import Size
 from cpcompile.transfer import peers
@@ -59,7 +59,7 @@ def verify_ranks(lowered_by_rank: Sequence[fx.GraphModule], axes: Sequence[Axis]
 
 
 def _is_collective(node: fx.Node) -> bool:
-    return node.op == "call_function" and (node.target in collectives.GROUP_ARGUMENT or is_raw_collective(node))
+    return node.op == "call_function" and (node.target in lowered.GROUP_ARGUMENT or is_raw_collective(node))
 
 
 def _has_symbols(node: fx.Node) -> bool:
@@ -72,8 +72,8 @@ def _has_symbols(node: fx.Node) -> bool:
 def _signature(node: fx.Node) -> tuple[Any, ...]:
     """What must be the same on all ranks: operator, group, flags, and the change of layout that it stands for."""
     origin = origin_of(node)
-    if node.target in collectives.GROUP_ARGUMENT:
-        group = node.args[collectives.GROUP_ARGUMENT[node.target]]
+    if node.target in lowered.GROUP_ARGUMENT:
+        group = node.args[lowered.GROUP_ARGUMENT[node.target]]
         flags: tuple[Any, ...] = tuple(node.args[index] for index in _FLAGS[node.target])
     else:
         group, flags = node.args[-1], ()

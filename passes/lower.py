@@ -22,7 +22,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from cpcompile.alignment import explode
 from cpcompile.decision import Cotangent, Decision, GradSync, decision, tensor_operands
 from cpcompile.layout import Axis, Coords, Dim, Layout
-from cpcompile.ops import collectives, neutral
+from cpcompile.ops import collectives, lowered, neutral
 from cpcompile.passes.rules.bind import localized
 from cpcompile.sizes import Size, as_size
 from cpcompile.symbols import SizeWriter
@@ -236,8 +236,8 @@ def group_name(group: Sequence[Axis]) -> str:
 def bind_groups(module: fx.GraphModule, names: Mapping[str, str]) -> None:
     """Put this process's group names in place of the axes' names."""
     for node in module.graph.nodes:
-        if node.op == "call_function" and node.target in collectives.GROUP_ARGUMENT:
-            index = collectives.GROUP_ARGUMENT[node.target]
+        if node.op == "call_function" and node.target in lowered.GROUP_ARGUMENT:
+            index = lowered.GROUP_ARGUMENT[node.target]
             args = list(node.args)
             args[index] = names[args[index]]
             node.args = tuple(args)

@@ -256,7 +256,3 @@ exchange_blocks = torch.ops.cpcompile.exchange_blocks.default
 all_reduce = torch.ops.cpcompile.all_reduce_sum.default
 enter_sum = torch.ops.cpcompile.enter_sum.default
 pend_on_one = torch.ops.cpcompile.pend_on_one.default
-
-LOWERED = (exchange_blocks, all_reduce, enter_sum, pend_on_one)
-GROUP_ARGUMENT = {exchange_blocks: 8, all_reduce: 1, enter_sum: 1}
-"""Where each operator takes the name of its group."""
