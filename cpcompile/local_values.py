@@ -19,9 +19,11 @@ from torch._ops import HigherOrderOperator
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.node import map_arg
 
+from cpcompile.costs import numbered
 from cpcompile.decision import Decision, tensor_results
-from cpcompile.layout import Coords, Dim, Layout, Part, Product, Segment
+from cpcompile.layout import Coords, Layout
 from cpcompile.ops import collectives
+from cpcompile.ops.ring import ring_attention
 from cpcompile.sizes import Size, as_size
 
 aten = torch.ops.aten
@@ -85,17 +87,7 @@ class LocalValues:
 
     def numbered(self, layout: Layout) -> Layout:
         """The layout with numbers for symbols, part for part as it is, and with nothing pending."""
-        return Layout(tuple(self._dim(dim) for dim in layout.dims))
-
-    def _dim(self, dim: Dim) -> Dim:
-        return Dim(tuple(self._part(part) for part in dim.parts))
-
-    def _part(self, part: Part) -> Part:
-        if isinstance(part, Product):
-            outer = self._part(part.outer)
-            assert isinstance(outer, Segment)
-            return Product(outer, self._dim(part.inner))
-        return Segment(self.number(part.size), part.axes, part.descending, self.number(part.granule))
+        return numbered(layout, self.hints)
 
     def argument(self, argument: Any) -> Any:
         """An argument of a node with numbers in place of nodes that give sizes."""
@@ -256,9 +248,15 @@ def _all_reduce(x: Spec, _group: str, _full: bool, dtype: torch.dtype) -> Spec:
     return Spec.dense(x.shape, dtype, x.device)
 
 
+def _ring_attention(q: Spec, k: Spec, v: Spec, *_rest: Any) -> Spec:
+    lead = tuple(max(sizes) for sizes in zip(q.shape[:-2], k.shape[:-2], v.shape[:-2], strict=True))
+    return Spec.dense((*lead, q.shape[-2], v.shape[-1]), q.dtype, q.device)
+
+
 _HANDLERS: Mapping[Any, Callable[..., Any]] = {
     collectives.exchange_blocks: _exchange,
     collectives.all_reduce: _all_reduce,
     collectives.enter_sum: lambda tensors, *_rest: list(tensors),
+    ring_attention: _ring_attention,
     collectives.pend_on_one: lambda x, _keep: x,
 }

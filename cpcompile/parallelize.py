@@ -14,7 +14,7 @@ from cpcompile.agreement import broadcast, together
 from cpcompile.assemble import all_coords
 from cpcompile.autocast import switched_off
 from cpcompile.compiled import plan_of
-from cpcompile.config import configured_mesh
+from cpcompile.config import configured_mesh, site_options
 from cpcompile.errors import CPCompileError, Problem, UnsupportedError
 from cpcompile.generators import shared_draws
 from cpcompile.mesh import Ranks, ranks_of
@@ -89,7 +89,7 @@ def parallelize(
     if config is not None:
         mesh = configured_mesh(config, mesh, _device_type(model))
     ranks = ranks_of(mesh, _device_type(model))
-    options = Options(gather_outputs=gather_outputs, grad_sync=_GRAD_SYNC[grad_sync])
+    options = Options(gather_outputs=gather_outputs, grad_sync=_GRAD_SYNC[grad_sync], sites=site_options(config))
     module = ParallelModule(model, resolved, ranks, Settings(options, strict, dynamic, inputs, timeout_seconds))
     if example_inputs is not None:
         module._program(*_call_arguments(example_inputs))

@@ -29,8 +29,8 @@ from cpcompile.passes.lower import Lower, bind_groups
 from cpcompile.passes.normalize import Normalize
 from cpcompile.passes.propagate import Propagate
 from cpcompile.passes.reshard import Reshard
-from cpcompile.passes.rules.attention import Policy
 from cpcompile.passes.rules.call import Rule
+from cpcompile.site import SiteOptions
 from cpcompile.sizes import Size
 from cpcompile.verify import Stage, verify, verify_lowered, verify_parameters, verify_ranks
 
@@ -54,14 +54,14 @@ _MAX_ROUNDS = 16  # of propagation: each settles a pair of symbols, or rows of o
 class Options:
     """What the passes are told.
 
-    gather_at and policy are for tests: nodes to run gathered although a rule exists, and attention on local shards.
+    sites: what is asked of attention. gather_at is for tests: nodes to run gathered although a rule exists.
     """
 
     gather_outputs: bool = True
     grad_sync: GradSync = "all_reduce"
     rules: Mapping[OpOverload, Rule] = field(default_factory=dict)
     gather_at: frozenset[str] = frozenset()
-    policy: Policy = "auto"
+    sites: SiteOptions = field(default_factory=SiteOptions)
     verify: bool = False
 
 
@@ -120,15 +120,14 @@ def planned(captured: Captured, axes: tuple[Axis, ...], options: Options) -> fx.
 
 def _passes(captured: Captured, axes: tuple[Axis, ...], options: Options) -> tuple[tuple[Any, Stage], ...]:
     """THE ordered passes between one spelling and the rank-neutral program."""
-    gathered = tuple(axis for axis in axes if axis.name == "ring")
     propagate = Propagate(
         axes,
-        gathered,
         captured.plan.entries,
         options.rules,
         options.gather_outputs,
         options.gather_at,
-        options.policy,
+        options.sites,
+        captured.sizes.known,
     )
     return (
         (propagate, "propagate"),

@@ -13,26 +13,30 @@ from rich.text import Text
 from torch import fx
 
 from cpcompile.assemble import all_coords
+from cpcompile.costs import all_reduce_bytes, numbered, numbered_site, reshard_bytes, ring_bytes
 from cpcompile.cotangents import has_gradient
 from cpcompile.decision import Decision, decision, is_tensor, module_of, tensor_operands
 from cpcompile.graphs import source_line
 from cpcompile.layout import Axis, Layout
 from cpcompile.ops import neutral
-from cpcompile.sizes import Size, add, as_size, multiply
-from cpcompile.transfer import elements_sent
 
 
 @dataclass(frozen=True)
 class SiteReport:
-    """One attention call. bytes_sent: by each rank in the forward pass, in rank order."""
+    """One attention call.
+
+    bytes_sent: by each rank in the forward pass, in rank order. considered: where the mesh left the kind open, what
+    each possible one sends, the largest number of bytes over the ranks.
+    """
 
     node: str
     module: str
     kind: str
     query: str
     key: str
-    bytes_sent: tuple[Size, ...]
+    bytes_sent: tuple[int, ...]
     reason: str
+    considered: tuple[tuple[str, int], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class FallbackReport:
     module: str
     operator: str
     reason: str
-    bytes_sent: tuple[Size, ...]
+    bytes_sent: tuple[int, ...]
     source: str | None
 
 
@@ -56,7 +60,7 @@ class ReshardReport:
     kind: str
     source: str
     target: str
-    bytes_sent: tuple[Size, ...]
+    bytes_sent: tuple[int, ...]
     why: str
 
 
@@ -73,7 +77,7 @@ class Report:
     fallbacks: tuple[FallbackReport, ...]
     inserted: tuple[ReshardReport, ...]
     notes: tuple[str, ...]
-    bytes_sent: tuple[Size, ...]
+    bytes_sent: tuple[int, ...]
     gradients: tuple[tuple[str, str], ...] = ()
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
@@ -117,7 +121,9 @@ def _sites_table(sites: Iterable[SiteReport]) -> Table:
     """Sites that differ in nothing but their module's number share a row."""
     rows: dict[tuple[str, ...], list[str]] = {}
     for site in sites:
-        kind = f"{site.kind} ({site.reason})" if site.reason else site.kind
+        others = ", ".join(f"{kind} {largest([sent])}" for kind, sent in site.considered if kind != site.kind)
+        remarks = [remark for remark in (site.reason, others and f"not {others}") if remark]
+        kind = f"{site.kind} ({'; '.join(remarks)})" if remarks else site.kind
         rows.setdefault((kind, site.query, site.key, largest(site.bytes_sent)), []).append(site.module or "(root)")
     named = (
         (modules[0] if len(modules) == 1 else f"{modules[0]} ... {modules[-1]}", str(len(modules)), *row)
@@ -135,13 +141,9 @@ def _table(title: str, columns: tuple[str, ...], rows: Iterable[tuple[str, ...]]
     return table
 
 
-def largest(sizes: Iterable[Size]) -> str:
-    """The largest of some byte counts in a short form; of symbolic ones the first."""
-    found = list(sizes)
-    numbers = [size for size in found if isinstance(size, int)]
-    if len(numbers) < len(found):
-        return f"{found[0]} B"
-    count = max(numbers, default=0)
+def largest(sizes: Iterable[int]) -> str:
+    """The largest of some byte counts in a short form."""
+    count = max(sizes, default=0)
     unit = min(int(math.log2(count) // 10), 4) if count else 0
     return f"{count} B" if unit == 0 else f"{count / 1024**unit:.1f} {'KMGT'[unit - 1]}iB"
 
@@ -162,27 +164,40 @@ def make_report(
     sites: list[SiteReport] = []
     fallbacks: list[FallbackReport] = []
     inserted: list[ReshardReport] = []
-    total: tuple[Size, ...] = (0,) * len(ranks)
-    sent: dict[fx.Node, tuple[Size, ...]] = {}
+    sent: dict[fx.Node, tuple[int, ...]] = {}
     for node in module.graph.nodes:
         if node.target in neutral.RESHARDS:
-            sent[node] = tuple(_at(size, known or {}) for size in _bytes_of(node, ranks))
-            total = _sum([total, sent[node]])
+            sent[node] = _bytes_of(node, ranks, known or {})
+        elif decision(node).site is not None:
+            sent[node] = _ring_of(node, ranks, known or {})
+    nothing = (0,) * len(ranks)
+    total = _sum([nothing, *sent.values()])
     for node in module.graph.nodes:
         made = decision(node)
         if made.site is not None:
             around = [n for n in (*_behind(node), *node.users) if n in sent and decision(n).why == "site"]
             query, key = str(_outside(node, 0)), str(_outside(node, 1))
-            moved = _sum([(0,) * len(ranks), *(sent[n] for n in dict.fromkeys(around))])
-            sites.append(SiteReport(node.name, module_of(node), made.site.kind, query, key, moved, made.site.reason))
+            moved = _sum(sent[n] for n in dict.fromkeys((node, *around)))
+            sites.append(
+                SiteReport(
+                    node.name,
+                    module_of(node),
+                    made.site.kind,
+                    query,
+                    key,
+                    moved,
+                    made.site.reason,
+                    made.site.considered,
+                )
+            )
         if made.fallback is not None:
-            around = [n for n in node.all_input_nodes if n in sent]
-            moved = _sum([(0,) * len(ranks), *(sent[n] for n in around)])
+            around = [n for n in node.all_input_nodes if n in sent and n.target in neutral.RESHARDS]
+            moved = _sum([nothing, *(sent[n] for n in around)])
             operator = str(node.target).removeprefix("aten.")
             fallbacks.append(
                 FallbackReport(node.name, module_of(node), operator, made.fallback, moved, source_line(node))
             )
-        if node in sent and made.why not in ("plan", "site"):
+        if node.target in neutral.RESHARDS and made.why not in ("plan", "site"):
             (operand,) = tensor_operands(node)
             inserted.append(
                 ReshardReport(
@@ -201,11 +216,6 @@ def make_report(
         if raw_gradients and node.op == "get_attr" and is_tensor(node) and has_gradient(node)
     )
     return Report(axes, tuple(sites), tuple(fallbacks), tuple(inserted), tuple(notes), total, gradients)
-
-
-def _at(size: Size, known: Mapping[Any, int]) -> Size:
-    """A size where symbols have these values."""
-    return size if isinstance(size, int) else as_size(size.subs(known))
 
 
 def _target_name(node: fx.Node) -> str:
@@ -231,41 +241,35 @@ def _outside(node: fx.Node, index: int) -> Layout:
         item = operand.args[1]
         assert isinstance(item, int)
         return decision(tensor_operands(source)[item]).layout
+    if isinstance(source, fx.Node) and operand.target is neutral.shard and decision(operand).why == "site":
+        return decision(source).layout
     return decision(operand).layout
 
 
-def _bytes_of(node: fx.Node, ranks: list[dict[str, int]]) -> tuple[Size, ...]:
+def _bytes_of(node: fx.Node, ranks: list[dict[str, int]], known: Mapping[Any, int]) -> tuple[int, ...]:
     """Bytes that each rank sends for a reshard in the forward pass."""
     made: Decision = decision(node)
     operands = tensor_operands(node)
     if node.target is neutral.reduce:
-        group = 1
-        for partial in decision(operands[0]).layout.partial:
-            group *= partial.axis.size
-        local = [decision(node).layout.local_shape(coords) for coords in ranks]
+        group = math.prod(partial.axis.size for partial in decision(operands[0]).layout.partial)
         itemsize = neutral.accumulation_dtype(operands[0].meta["val"].dtype).itemsize
-        return tuple(_all_reduce_bytes(shape, itemsize, group) for shape in local)
-    totals: list[Size] = []
-    for coords in ranks:
-        total: Size = 0
-        for operand, target in zip(operands, made.results, strict=True):
-            source = decision(operand).layout
-            assert target is not None
-            count = elements_sent(Layout(source.dims), Layout(target.dims), coords)
-            total = add(total, multiply(count, operand.meta["val"].dtype.itemsize))
-        totals.append(total)
-    return tuple(totals)
+        return tuple(all_reduce_bytes(numbered(made.layout, known), itemsize, group, ranks))
+    changes = [
+        (numbered(decision(operand).layout, known), numbered(target, known), operand.meta["val"].dtype.itemsize)
+        for operand, target in zip(operands, made.results, strict=True)
+        if target is not None
+    ]
+    return _sum(tuple(reshard_bytes(*change, ranks)) for change in changes)
 
 
-def _all_reduce_bytes(shape: tuple[Size, ...], itemsize: int, ranks: int) -> Size:
-    count: Size = 2 * itemsize * (ranks - 1)
-    for size in shape:
-        count = multiply(count, size)
-    return count // ranks if isinstance(count, int) else count / ranks
+def _ring_of(node: fx.Node, ranks: list[dict[str, int]], known: Mapping[Any, int]) -> tuple[int, ...]:
+    """Bytes that each rank sends inside an attention call."""
+    site = decision(node).site
+    assert site is not None
+    key, value = tensor_operands(node)[1:3]
+    found = ring_bytes(numbered_site(site, known), key.meta["val"].dtype, ranks, shared=key is value)
+    return tuple(sent.forward for sent in found)
 
 
-def _sum(rows: Iterable[tuple[Size, ...]]) -> tuple[Size, ...]:
-    result: tuple[Size, ...] | None = None
-    for row in rows:
-        result = row if result is None else tuple(add(a, b) for a, b in zip(result, row, strict=True))
-    return result or ()
+def _sum(rows: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
+    return tuple(map(sum, zip(*rows, strict=True)))

@@ -22,6 +22,7 @@ from cpcompile.local_values import LocalValues, Spec, run_on_shapes, run_piece
 from cpcompile.ops import collectives, neutral
 from cpcompile.ops.markers import mark
 from cpcompile.transfer import moved_axes
+from cpcompile.verify_ring import ring_laws
 
 aten = torch.ops.aten
 _wait = torch.ops._c10d_functional.wait_tensor.default
@@ -153,6 +154,9 @@ class _Lowered:
             self.findings.add(
                 origin, f"{self._name(lowered)} takes ({one}) where the values of its operands are ({other})"
             )
+        if lowered not in self.local.failures:
+            for law in ring_laws(origin, lowered, self.coords, self.local):
+                self.findings.add(origin, f"{self._name(lowered)}: {law}")
         if origin.target is neutral.pend and lowered.target is not collectives.pend_on_one:
             self.findings.add(origin, f"{self._name(lowered)} does not keep the cotangent on one rank")
         if origin.target is neutral.reduce:

@@ -20,6 +20,7 @@ from cpcompile.findings import Findings
 from cpcompile.layout import Axis, Coords, Layout, whole
 from cpcompile.local_values import LocalValues, run_on_shapes
 from cpcompile.ops import collectives, lowered
+from cpcompile.ops.ring import ring_attention
 from cpcompile.show import operator_name
 from cpcompile.sizes import Size
 from cpcompile.transfer import peers
@@ -32,6 +33,7 @@ _FLAGS: Mapping[Any, tuple[int, ...]] = {
     collectives.exchange_blocks: (9, 10),
     collectives.all_reduce: (2,),
     collectives.enter_sum: (2,),
+    ring_attention: (6, 10, 13, 14, 15),
 }
 """Arguments that decide which collectives an operator runs, forward and backward."""
 

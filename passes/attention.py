@@ -14,7 +14,6 @@ import operator
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
-import torch
 from torch import fx
 
 from cpcompile.decision import Decision, decision
@@ -22,10 +21,8 @@ from cpcompile.errors import Refusal
 from cpcompile.graphs import emit
 from cpcompile.layout import Layout
 from cpcompile.ops import neutral
-from cpcompile.passes.rules.attention import Site
+from cpcompile.site import Site
 from cpcompile.transfer import kind_of
-
-aten = torch.ops.aten
 
 
 @dataclass(frozen=True)
@@ -38,7 +35,7 @@ class Attention:
         """Rewrite ``module`` in place."""
         for node in list(module.graph.nodes):
             made = node.meta.get("cp")
-            if isinstance(made, Decision) and isinstance(made.site, Site):
+            if isinstance(made, Decision) and made.site is not None:
                 _swap(module.graph, node, made.site)
 
 
@@ -50,11 +47,6 @@ def _swap(graph: fx.Graph, node: fx.Node, site: Site) -> None:
     operands = {name: arguments[name] for name in inside}
     with graph.inserting_before(node):
         arguments |= _exchanged(graph, node, operands, inside)
-        if site.causal_rows:
-            arguments |= {
-                "attn_mask": _causal_mask(graph, node, arguments["query"], arguments["key"]),
-                "is_causal": False,
-            }
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
     node.args = (query, key, value)
     node.kwargs = arguments
@@ -106,16 +98,3 @@ def _step(graph: fx.Graph, operand: fx.Node, source: Layout, target: Layout, lik
     step = emit(graph, ops[kind], [operand], like=like or operand, value=operand.meta["val"])
     step.meta["cp"] = Decision((target,), (source,), why="site")
     return step
-
-
-def _causal_mask(graph: fx.Graph, node: fx.Node, query: fx.Node, key: fx.Node) -> fx.Node:
-    """The rows of the top-left causal mask that belong to this rank's queries."""
-    rows = decision(query).layout.dims[-2]
-    q_size, k_size = query.meta["val"].shape[-2], key.meta["val"].shape[-2]
-    device = query.meta["val"].device
-    ones = emit(graph, aten.ones.default, [[q_size, k_size]], {"dtype": torch.bool, "device": device}, like=node)
-    ones.meta["cp"] = Decision((Layout.replicated((q_size, k_size)),))
-    mask = emit(graph, aten.tril.default, [ones], like=node)
-    mask.meta["cp"] = Decision((Layout.replicated((q_size, k_size)),), (decision(ones).layout,))
-    whole = decision(mask).layout
-    return _step(graph, mask, whole, whole.with_dim(0, rows), like=node)

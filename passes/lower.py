@@ -23,7 +23,10 @@ from cpcompile.alignment import explode
 from cpcompile.decision import Cotangent, Decision, GradSync, decision, tensor_operands
 from cpcompile.layout import Axis, Coords, Dim, Layout
 from cpcompile.ops import collectives, lowered, neutral
-from cpcompile.passes.rules.bind import localized
+from cpcompile.ops.ring import ring_attention
+from cpcompile.passes.rules.bind import bind, localized
+from cpcompile.positions import flat, group_runs
+from cpcompile.site import Site
 from cpcompile.sizes import Size, as_size
 from cpcompile.symbols import SizeWriter
 from cpcompile.transfer import Block, blocks, moved_axes, own_ranges, peers
@@ -124,6 +127,8 @@ class _Lowering:
         if node.target is operator.getitem and isinstance(self.env.get(node.args[0]), list):  # type: ignore[arg-type]
             return self.env[node.args[0]][node.args[1]]  # type: ignore[index]
         made: Decision | None = node.meta.get("cp")
+        if made is not None and made.site is not None and made.site.ring is not None:
+            return self._ring_attention(node, made.site)
         if node.op == "call_function" and made is not None and (made.arguments or made.target is not None):
             return self._local_call(node, made)
         return self._copied(node)
@@ -135,6 +140,30 @@ class _Lowering:
         args, kwargs = fx.node.map_arg((node.args, node.kwargs), lambda old: self.env[old])
         target, new_args, new_kwargs = localized(node.target, args, kwargs, made.arguments, made.target, size_of)
         return self.graph.call_function(target, new_args, new_kwargs)
+
+    def _ring_attention(self, node: fx.Node, site: Site) -> fx.Node:
+        call = site.ring
+        assert call is not None
+        assert isinstance(node.target, torch._ops.OpOverload)
+        runs = group_runs(call, site.query.dims[-2], site.key.dims[-2], self.options.coords)
+        given = bind(node.target, node.args, node.kwargs, lambda value: value)
+        q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
+        group = call.axes
+        return self._call(
+            ring_attention,
+            *(None if operand is None else self.env[operand] for operand in (q, k, v, mask)),
+            self._sizes(flat(runs.queries)),
+            self._sizes(flat(runs.keys)),
+            [int(resident) for resident in runs.resident],
+            *(None if limit is None else self.sizes.write(limit) for limit in (call.left, call.right)),
+            fx.node.map_arg(given["scale"], lambda old: self.env[old]),
+            len(runs.keys),
+            runs.rank,
+            group_name(group),
+            call.rotation,
+            call.wide,
+            k is v,
+        )
 
     def _shard(self, node: fx.Node) -> fx.Node:
         source = node.args[0]
@@ -239,7 +268,7 @@ def bind_groups(module: fx.GraphModule, names: Mapping[str, str]) -> None:
         if node.op == "call_function" and node.target in lowered.GROUP_ARGUMENT:
             index = lowered.GROUP_ARGUMENT[node.target]
             args = list(node.args)
-            args[index] = names[args[index]]
+            args[index] = names[args[index]] if args[index] else ""
             node.args = tuple(args)
     module.recompile()
 

@@ -33,10 +33,12 @@ from cpcompile.errors import Refusal
 from cpcompile.layout import Axis, Layout, sharded, whole
 from cpcompile.ops.markers import mark
 from cpcompile.passes.rules import rule_for
-from cpcompile.passes.rules.attention import Policy, Site, attention
+from cpcompile.passes.rules.attention import attention
 from cpcompile.passes.rules.bind import bind
 from cpcompile.passes.rules.call import Answer, Call, Operand, Result, Rule
+from cpcompile.passes.rules.choose import Setting
 from cpcompile.plan import PlanEntry
+from cpcompile.site import Site, SiteOptions
 from cpcompile.sizes import Size, product
 
 aten = torch.ops.aten
@@ -46,19 +48,19 @@ aten = torch.ops.aten
 class Propagate:
     """The pass.
 
-    axes: the axes that share the sequence, outermost first. gather_axes: those over which attention gathers keys and
-    values. entries: the plan's, as the markers count them. rules: the user's own. gather_outputs: whether the graph's
-    outputs are whole. gather_at: names of nodes to run gathered although a rule exists (for tests). policy: see
-    ``rules.attention``. granules: for dimensions of a size, of how many indices their shards are multiples.
+    axes: the axes that share the sequence, outermost first. entries: the plan's, as the markers count them. rules: the
+    user's own. gather_outputs: whether the graph's outputs are whole. gather_at: names of nodes to run gathered in
+    spite of a rule (for tests). sites: what is asked of attention. known: what symbols were in the captured call.
+    granules: for dimensions of a size, of how many indices their shards are multiples.
     """
 
     axes: tuple[Axis, ...]
-    gather_axes: tuple[Axis, ...] = ()
     entries: tuple[PlanEntry, ...] = ()
     rules: Mapping[OpOverload, Rule] = field(default_factory=dict)
     gather_outputs: bool = True
     gather_at: frozenset[str] = frozenset()
-    policy: Policy = "auto"
+    sites: SiteOptions = field(default_factory=SiteOptions)
+    known: Mapping[Any, int] = field(default_factory=dict)
     granules: Mapping[Size, Size] = field(default_factory=dict)
     name: ClassVar[str] = "propagate"
 
@@ -117,7 +119,7 @@ class Propagate:
         is_site = node.target is aten.scaled_dot_product_attention.default and node.target not in self.rules
         if all(layout.is_replicated for layout in layouts):
             result = Layout.replicated(shape_of(node.meta["val"])) if is_site else None
-            untouched = result and Site("local", layouts[0], layouts[1], layouts[2], result)
+            untouched = None if result is None else Site("local", layouts[0], layouts[1], layouts[2], result)
             return Decision(_whole_results(node), tuple(layouts), site=untouched)
         site = None
         answer: Answer | Refusal
@@ -126,7 +128,8 @@ class Propagate:
         elif any(result is None for result in tensor_results(node)):
             answer = Refusal(f"{node.target} gives results that are no tensors")
         elif is_site:
-            found = attention(call_of(node), self.gather_axes, self.policy)
+            setting = Setting(self.axes, self.sites, self.known)
+            found = attention(call_of(node), setting, shared=is_shared(node))
             answer, site = (found, None) if isinstance(found, Refusal) else found
         else:
             rule = rule_for(node.target, self.rules)
@@ -139,6 +142,12 @@ class Propagate:
             return _fallback(node, "gathered on request", answer.results, is_site)
         operands = tuple(_operand_layouts(node, answer))
         return Decision(answer.results, operands, answer.arguments, answer.target, site=site)
+
+
+def is_shared(node: fx.Node) -> bool:
+    """Whether the keys and values of an attention call are one tensor."""
+    names = dict(zip(("query", "key", "value"), node.args, strict=False)) | node.kwargs
+    return names["key"] is names["value"]
 
 
 def call_of(node: fx.Node) -> Call:
@@ -192,7 +201,12 @@ def _fallback(node: fx.Node, reason: str, wanted: tuple[Layout | None, ...], is_
     returns = tuple(None if layout is None else layout.reduced() for layout in wanted)
     site = (
         Site(
-            "whole", operands[0], operands[1], operands[2], Layout.replicated(shape_of(node.meta["val"])), False, reason
+            "whole",
+            operands[0],
+            operands[1],
+            operands[2],
+            Layout.replicated(shape_of(node.meta["val"])),
+            reason=reason,
         )
         if is_site
         else None

@@ -206,7 +206,7 @@ def shards_as_outputs() -> Findings:
 def on_a_mesh(name: str, ring: int, ulysses: int) -> Findings:
     """Over two axes, made by the caller."""
     mesh = init_device_mesh("cpu", (ring, ulysses), mesh_dim_names=("ring", "ulysses"))
-    return forward_and_backward(name, mesh, "ulysses+gathered" if ulysses > 1 else "gathered")
+    return forward_and_backward(name, mesh, "unified" if ulysses > 1 else "ring")
 
 
 SCENARIOS: dict[int, dict[str, Callable[[], Findings]]] = {

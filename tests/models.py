@@ -18,6 +18,7 @@ from cpcompile.compiled import captured_call, plan_of
 from cpcompile.pipeline import Options
 from cpcompile.reference import Reference, reference
 from cpcompile.simulate import check_captured, mesh_axes
+from cpcompile.site import SiteOptions
 
 Case: TypeAlias = "tuple[nn.Module, dict[str, Any]]"
 
@@ -171,6 +172,8 @@ def checked(
 ) -> CheckReport:
     """A case on simulated ranks, forward and backward; ``Options`` says what the keywords mean."""
     model, kwargs = case(name)
-    options = Options(gather_at=frozenset({gather_at} if gather_at else ()), policy=policy, verify=verify)
+    options = Options(
+        gather_at=frozenset({gather_at} if gather_at else ()), sites=SiteOptions(policy=policy), verify=verify
+    )
     captured, axes = capture_of(name, removed), mesh_axes(ring, ulysses)
     return check_captured(model, captured, axes, (), kwargs, options, backward=True, against=reference_of(name))

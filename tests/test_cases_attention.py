@@ -21,7 +21,7 @@ def test_lengths_that_do_and_do_not_divide(size):
 
 def test_ten_tokens_over_ring_two_by_ulysses_two():
     (report,) = covered(equal(Tower(), SPLIT, rand(1, 10, 16), meshes=[(2, 2)]))
-    assert kinds(report) == ["ulysses+gathered"] * 2
+    assert kinds(report) == ["unified"] * 2
 
 
 @pytest.mark.parametrize(("heads", "ulysses"), [(30, 4), (4, 3), (5, 2), (7, 4)])
@@ -32,7 +32,7 @@ def test_heads_that_do_not_divide(heads, ulysses):
 
 def test_fewer_heads_than_ranks():
     (report,) = equal(Tower(16, 2, depth=1), SPLIT, rand(2, 13, 16), meshes=[(1, 3)])
-    assert kinds(report) == ["gathered"]
+    assert kinds(report) == ["ring"]
     assert "2 heads" in report.sites[0].reason
 
 

@@ -18,9 +18,9 @@ MESHES = {
     (1, 2): "ulysses",
     (1, 3): "ulysses",
     (1, 4): "ulysses",
-    (2, 1): "gathered",
-    (3, 1): "gathered",
-    (2, 2): "ulysses+gathered",
+    (2, 1): "ring",
+    (3, 1): "ring",
+    (2, 2): "unified",
 }
 """(ring, ulysses) -> what attention among sharded tokens becomes."""
 

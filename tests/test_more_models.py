@@ -10,6 +10,7 @@ from cpcompile.check_report import CheckReport
 from cpcompile.compiled import captured_call, plan_of
 from cpcompile.pipeline import Options
 from cpcompile.simulate import check_captured, mesh_axes
+from cpcompile.site import SiteOptions
 from examples.minilm import PLAN, SENTENCES, minilm, ranking
 from tests.models import checked as checked_case
 from tests.zoo import CASES, captured, case, reference_of
@@ -28,7 +29,7 @@ def test_equal(name: str, ring: int, ulysses: int) -> None:
     assert report.ok, str(report)
     assert report.max_error <= 1e-5
     assert not report.fallbacks
-    kind = "gathered" if ulysses == 1 else "ulysses+gathered" if ring > 1 else "ulysses"
+    kind = "ring" if ulysses == 1 else "unified" if ring > 1 else "ulysses"
     assert {site.kind for site in report.sites} == {kind}
 
 
@@ -43,7 +44,7 @@ def test_a_timestep_for_every_token(ring: int, ulysses: int) -> None:
 # Not MiniLM: the rows and the keys of its mask cannot both lie over one axis, so even there the site is gathered.
 @pytest.mark.parametrize("name", ["flux2", "qwen_image_uneven", "ltx"])
 def test_local_attention_is_not_equal(name: str) -> None:
-    report = checked(name, 1, 2, Options(policy="local"))
+    report = checked(name, 1, 2, Options(sites=SiteOptions(policy="local")))
     assert not report.ok
     assert report.max_error > 1e-3
 

@@ -99,8 +99,8 @@ def test_one_entry_less_is_still_equal_and_as_parallel(name: str, entry: str, me
     [
         ((1, 2), "ulysses", "ulysses"),
         ((1, 3), "ulysses", "ulysses"),
-        ((2, 1), "gathered", "ring"),
-        ((2, 2), "ulysses+gathered", "ring.ulysses"),
+        ((2, 1), "ring", "ring"),
+        ((2, 2), "unified", "ring.ulysses"),
     ],
     ids=str,
 )

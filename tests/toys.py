@@ -173,12 +173,11 @@ def stages(
     _, call = captured(make, plan)
     module = call.module
     found = {"capture": text(module)}
-    gather_axes = tuple(axis for axis in axes if axis.name == "ring")
     steps: tuple[Any, ...] = (
         Inline(),
         Functionalize(),
         Normalize(),
-        Propagate(axes, gather_axes, call.plan.entries),
+        Propagate(axes, call.plan.entries),
         Reshard(),
         Attention(),
         Cotangents(),

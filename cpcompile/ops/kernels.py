@@ -41,19 +41,26 @@ class Kernel:
 
 
 def attend(
-    q_BHTD: torch.Tensor, k_BKSD: torch.Tensor, v_BKSE: torch.Tensor, mask: Mask, causal: bool, scale: float | None
+    q_BHTD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSE: torch.Tensor,
+    mask: Mask,
+    causal: bool,
+    scale: float | None,
+    *,
+    reference: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention of some rows to some keys: ``(out_BHTE, lse_BHT)``.
 
     ``mask`` broadcasts to [B, H, T, S]: booleans (True is visible) or scores to add. ``causal`` is aligned top-left. A
     row that sees nothing, also where there are no keys at all, gives 0 and an LSE of -inf. The LSE is in fp32, or fp64;
-    so is the output where no fused kernel rounds it.
+    so is the output where no fused kernel rounds it. ``reference``: no fused kernel, as for a mask with a gradient.
     """
     if 0 in q_BHTD.shape[:3] or 0 in k_BKSD.shape:  # a kernel that divides by the number of keys ends the process
         lse_dtype = accumulation_dtype(q_BHTD.dtype)
         out = q_BHTD.new_zeros((*q_BHTD.shape[:3], v_BKSE.shape[3]))
         return out, q_BHTD.new_full(q_BHTD.shape[:3], -math.inf, dtype=lse_dtype)
-    kernel = _kernel(q_BHTD, v_BKSE, mask)
+    kernel = _kernel(q_BHTD, v_BKSE, mask, reference)
     scale = q_BHTD.shape[3] ** -0.5 if scale is None else scale
     q, k, v = _fitted(kernel, q_BHTD, k_BKSD, v_BKSE)
     bias = _bias(mask, q)
@@ -73,32 +80,54 @@ def attend_backward(
     mask: Mask,
     causal: bool,
     scale: float | None,
+    *,
+    reference: bool = False,
 ) -> Gradients:
     """This call's share of the gradients of q, k and v, from the rows' global output and LSE: in the kernel's dtype."""
     if 0 in q_BHTD.shape[:3] or 0 in k_BKSD.shape:
         return torch.zeros_like(q_BHTD), torch.zeros_like(k_BKSD), torch.zeros_like(v_BKSE)
-    kernel = _kernel(q_BHTD, v_BKSE, mask)
+    kernel = _kernel(q_BHTD, v_BKSE, mask, reference)
     scale = q_BHTD.shape[3] ** -0.5 if scale is None else scale
     q, k, v = _fitted(kernel, q_BHTD, k_BKSD, v_BKSE)
-    grad_out, out = grad_out_BHTE.to(q.dtype), out_BHTE.to(saved_dtype(q, v, mask))
+    grad_out, out = grad_out_BHTE.to(q.dtype), out_BHTE.to(saved_dtype(q, v, mask, reference=reference))
     # A row that sees nothing anywhere has scores of -inf: with any finite LSE its probabilities are 0.
     lse = torch.where(lse_BHT == -math.inf, 0.0, lse_BHT)
     grad_q, grad_k, grad_v = kernel.backward(grad_out, q, k, v, out, lse, _bias(mask, q), causal, scale)
     return grad_q, _regrouped(grad_k, k_BKSD.shape[1]), _regrouped(grad_v, k_BKSD.shape[1])
 
 
-def is_reference(q: torch.Tensor, v: torch.Tensor, mask: Mask) -> bool:
+def mask_gradient(
+    grad_out_BHTE: torch.Tensor,
+    q_BHTD: torch.Tensor,
+    k_BKSD: torch.Tensor,
+    v_BKSE: torch.Tensor,
+    out_BHTE: torch.Tensor,
+    lse_BHT: torch.Tensor,
+    mask: Mask,
+    causal: bool,
+    scale: float | None,
+) -> torch.Tensor:
+    """The gradient of scores to add, [B, H, T, S]: the reference's, from the rows' global output and LSE."""
+    scale = q_BHTD.shape[3] ** -0.5 if scale is None else scale
+    q, k, v = _fitted(MATH, q_BHTD, k_BKSD, v_BKSE)
+    lse = torch.where(lse_BHT == -math.inf, 0.0, lse_BHT)
+    return _scores_gradient(grad_out_BHTE, q, k, v, out_BHTE, lse, _bias(mask, q), causal, scale)[1]
+
+
+def is_reference(q: torch.Tensor, v: torch.Tensor, mask: Mask, *, reference: bool = False) -> bool:
     """Whether such a call runs without a fused kernel."""
-    return _kernel(q, v, mask) is MATH
+    return _kernel(q, v, mask, reference) is MATH
 
 
-def saved_dtype(q: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.dtype:
+def saved_dtype(q: torch.Tensor, v: torch.Tensor, mask: Mask, *, reference: bool = False) -> torch.dtype:
     """In which dtype the backward takes the output: it is as exact as that of one device, which has the weights."""
-    return accumulation_dtype(q.dtype) if is_reference(q, v, mask) else q.dtype
+    return accumulation_dtype(q.dtype) if is_reference(q, v, mask, reference=reference) else q.dtype
 
 
-def _kernel(q: torch.Tensor, v: torch.Tensor, mask: Mask) -> Kernel:
+def _kernel(q: torch.Tensor, v: torch.Tensor, mask: Mask, reference: bool) -> Kernel:
     """The first kernel in the order of ``sdpa_kernel`` that takes these operands, as one device chooses."""
+    if reference:
+        return MATH
     allowed: Mapping[SDPBackend, Kernel] = _BY_DEVICE.get(q.device.type, {})
     half = q.dtype in (torch.float16, torch.bfloat16)
     for backend in _cur_sdpa_kernel_backends(with_priority=True):
@@ -158,16 +187,24 @@ def _math(q: Any, k: Any, v: Any, bias: Any, causal: bool, scale: float) -> tupl
 def _math_backward(
     grad_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bias: Any, causal: bool, scale: float
 ) -> Gradients:
-    weights = torch.exp(_scores(q, k, bias, causal, scale) - lse.unsqueeze(-1))
+    weights, grad_scores = _scores_gradient(grad_out, q, k, v, out, lse, bias, causal, scale)
     wide = weights.dtype
-    grad, q_wide, k_wide, v_wide = (x.to(wide) for x in (grad_out, q, k, v))
-    delta = (grad * out.to(wide)).sum(-1, keepdim=True)
-    grad_scores = weights * (torch.matmul(grad, v_wide.mT) - delta) * scale
+    grad_scores = grad_scores * scale
     return (
-        torch.matmul(grad_scores, k_wide),
-        torch.matmul(grad_scores.mT, q_wide),
-        torch.matmul(weights.mT, grad),
+        torch.matmul(grad_scores, k.to(wide)),
+        torch.matmul(grad_scores.mT, q.to(wide)),
+        torch.matmul(weights.mT, grad_out.to(wide)),
     )
+
+
+def _scores_gradient(
+    grad_out: Any, q: Any, k: Any, v: Any, out: Any, lse: Any, bias: Any, causal: bool, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The probabilities, and the gradient of the scores."""
+    weights = torch.exp(_scores(q, k, bias, causal, scale) - lse.unsqueeze(-1))
+    grad = grad_out.to(weights.dtype)
+    delta = (grad * out.to(weights.dtype)).sum(-1, keepdim=True)
+    return weights, weights * (torch.matmul(grad, v.to(weights.dtype).mT) - delta)
 
 
 def _scores(q: torch.Tensor, k: torch.Tensor, bias: Mask, causal: bool, scale: float) -> torch.Tensor:

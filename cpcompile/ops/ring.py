@@ -71,7 +71,10 @@ class _Attention(torch.autograd.Function):
                 grad = travel.gather_gradients(grad, next(shares, {}))
             else:
                 grad = travel.pass_gradients(grad, shares)
-        return None, gradients.q_grad.to(q.dtype), grad.k.to(k.dtype), grad.v.to(v.dtype), None
+        of_mask = gradients.mask_grad
+        if of_mask is not None:
+            of_mask = of_mask.reshape(mask.shape).to(mask.dtype)
+        return None, gradients.q_grad.to(q.dtype), grad.k.to(k.dtype), grad.v.to(v.dtype), of_mask
 
 
 def _runs(ring: Ring, blocks: Mapping[int, Block]) -> list[Run]:
@@ -97,15 +100,17 @@ def _ring_attention(
     shared: bool,
 ) -> torch.Tensor:
     ring = ring_of(queries, keys, resident, left, right, group_size, rank, rotation)
-    shape = q.shape
-    if q.dim() == 3:
-        q, k, v = (x.unsqueeze(0) for x in (q, k, v))
+    lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    if len(lead) != 1:
+        if mask is not None and mask.dim() > 3:
+            mask = mask.expand(*lead, -1, -1, -1).reshape(-1, *mask.shape[-3:])
+        q, k, v = (x.expand(*lead, -1, -1, -1).reshape(-1, *x.shape[-3:]) for x in (q, k, v))
     batch, heads = (max(q.shape[i], k.shape[i], v.shape[i]) for i in (0, 1))
     q = q.expand(batch, heads, -1, -1)
     groups = max(k.shape[1], v.shape[1])
     k, v = (x.expand(batch, groups, -1, -1) for x in (k, v))
     out: torch.Tensor = _Attention.apply((ring, group, scale, wide, shared), q, k, v, mask)
-    return out.squeeze(0) if len(shape) == 3 else out
+    return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
 
 _lib.define(

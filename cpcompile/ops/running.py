@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from cpcompile.blocks import Piece, Run, spans
-from cpcompile.ops.kernels import Mask, attend, attend_backward, is_reference, saved_dtype
+from cpcompile.ops.kernels import Mask, attend, attend_backward, is_reference, mask_gradient, saved_dtype
 from cpcompile.ops.merge import merge
 from cpcompile.ops.neutral import accumulation_dtype
 from cpcompile.ops.travel import Block
@@ -36,6 +36,7 @@ class _Rows:
 
     def __init__(self, ring: Ring, q: torch.Tensor, mask: Mask, scale: float | None) -> None:
         self.ring, self.q, self.scale = ring, q, scale
+        self.learns_mask = mask is not None and mask.requires_grad  # then one device runs its reference
         self.mask = mask if mask is None or mask.dtype is torch.bool else mask.to(q.dtype)
         if self.mask is not None:
             self.mask = self.mask.reshape((1,) * (4 - self.mask.dim()) + tuple(self.mask.shape))
@@ -101,7 +102,7 @@ class Output(_Rows):
     ) -> None:
         super().__init__(ring, q, mask, scale)
         self.dtype = self.wide if wide else q.dtype
-        self.saved = saved_dtype(q, v, mask)
+        self.saved = saved_dtype(q, v, mask, reference=self.learns_mask)
         self.out: torch.Tensor | None = None
         self.lse = q.new_empty(0)
         self.shape = (*q.shape[:3], v.shape[3])
@@ -111,7 +112,7 @@ class Output(_Rows):
         for piece in self.ring.calls(keys):
             q, k, v = self.operands(piece, blocks)
             mask = self.mask_of(piece)
-            out, lse = attend(q, k, v, mask, piece.mode == "causal", self.scale)
+            out, lse = attend(q, k, v, mask, piece.mode == "causal", self.scale, reference=self.learns_mask)
             if self.highest is not None and mask is not None:
                 lse = torch.where(self.of(self.absorbed, piece), self.count(mask, k.shape[2], piece).log(), lse)
             self._merge(piece, out, lse)
@@ -172,11 +173,15 @@ class Gradients(_Rows):
     ) -> None:
         super().__init__(ring, q, mask, scale)
         self.grad_out, self.out, self.lse = grad_out, out, lse
-        if self.mask is not None and self.highest is not None and is_reference(q, v, mask):
+        if self.mask is not None and self.highest is not None and is_reference(q, v, mask, reference=self.learns_mask):
             # From this LSE each key of an absorbed row has a probability of 1, which fused kernels leave at that.
             count = self.count(self.mask, ring.key_count).unsqueeze(-1)
             self.grad_out = torch.where(self.absorbed.unsqueeze(-1), grad_out / count, grad_out).to(grad_out.dtype)
         self.q_grad = torch.zeros_like(q, dtype=self.wide)
+        self.mask_grad: torch.Tensor | None = None
+        if self.learns_mask:
+            assert self.mask is not None
+            self.mask_grad = torch.zeros_like(self.mask, dtype=self.wide)
 
     def add(self, keys: Sequence[Run], blocks: Mapping[int, Block]) -> dict[int, Block]:
         """Add these calls' share to the queries' gradient; give that of the blocks."""
@@ -184,9 +189,10 @@ class Gradients(_Rows):
         for piece in self.ring.calls(keys):
             q, k, v = self.operands(piece, blocks)
             grad_out, out, lse = (self.rows(x, piece) for x in (self.grad_out, self.out, self.lse))
-            q_grad, k_grad, v_grad = attend_backward(
-                grad_out, q, k, v, out, lse, self.mask_of(piece), piece.mode == "causal", self.scale
-            )
+            call = (grad_out, q, k, v, out, lse, self.mask_of(piece), piece.mode == "causal", self.scale)
+            q_grad, k_grad, v_grad = attend_backward(*call, reference=self.learns_mask)
+            if self.mask_grad is not None:
+                self._add_to_mask(self.mask_grad, piece, mask_gradient(*call))
             self.rows(self.q_grad, piece).add_(q_grad)
             at = 0
             for source, first, length in spans(piece.keys):
@@ -194,6 +200,20 @@ class Gradients(_Rows):
                     into.narrow(2, first, length).add_(grad.narrow(2, at, length))
                 at = at + length
         return given
+
+    def _add_to_mask(self, into: torch.Tensor, piece: Piece, grad: torch.Tensor) -> None:
+        """Add a call's share to the rows and keys of the mask, summed over what it is broadcast over."""
+        into = self.of(into, piece)
+        over = [dim for dim in range(4) if into.shape[dim] == 1 and grad.shape[dim] != 1]
+        if over:
+            grad = grad.sum(over, keepdim=True)
+        if into.shape[3] == 1:
+            into.add_(grad)
+            return
+        at = 0
+        for first, length in _in_sequence(piece.keys):
+            into.narrow(3, first, length).add_(grad.narrow(3, at, length))
+            at = at + length
 
 
 def _in_sequence(runs: Sequence[Run]) -> list[tuple[int, int]]:
