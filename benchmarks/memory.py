@@ -18,7 +18,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from benchmarks.ours import RotateMethod
 from benchmarks.problem import BATCH, HEAD_DIM, HEADS
@@ -27,6 +27,7 @@ from cpcompile.ops.ring import ring_attention
 from cpcompile.threads import run_ranks
 
 _aten = torch.ops.aten
+_wait = torch.ops._c10d_functional.wait_tensor.default
 
 _CARRIES_NOTHING = {
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
@@ -45,12 +46,17 @@ class Peak:
 
 
 class _CountAlive(TorchDispatchMode):
-    """Counts bytes of storages that are made, inside it, of others that carry keys and values."""
+    """Counts bytes of storages that are made, inside it, of others that carry keys and values.
+
+    What a collective sends counts until its result is waited for. The threads of a simulation hold it for as long as
+    the slowest of them does, so they are given a copy, which is not counted.
+    """
 
     def __init__(self, *carried: torch.Tensor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._callers = {x.untyped_storage().data_ptr() for x in carried}
         self._alive: dict[int, weakref.ref[Any]] = {}
+        self._sent: dict[int, Any] = {}
         self._bytes = 0
         self._peak_bytes = 0
 
@@ -61,7 +67,13 @@ class _CountAlive(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         carries = func not in _CARRIES_NOTHING and any(map(self._is_counted, _storages((args, kwargs))))
-        result = func(*args, **(kwargs or {}))
+        if func.namespace == "_c10d_functional" and func is not _wait:
+            result = func(*tree_map_only(torch.Tensor, torch.clone, args), **(kwargs or {}))
+            self._sent[result.untyped_storage()._cdata] = args
+        else:
+            result = func(*args, **(kwargs or {}))
+        if func is _wait:
+            self._sent.pop(result.untyped_storage()._cdata, None)
         for storage in _storages(result) if carries else ():
             if not self._is_counted(storage):
                 self._count(storage)

@@ -15,7 +15,7 @@ Legend: B batch, H heads, K key/value heads, T query rows, S keys, D head dim of
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -47,6 +47,7 @@ class _Attention(torch.autograd.Function):
             output.add(ring.here(), {ring.rank: own})
             for blocks in travel.arrivals():
                 output.add(_runs(ring, blocks), blocks)
+                del blocks  # while the next one is waited for, only it and the one behind it are alive
         out, saved, lse = output.result()
         ctx.spec = spec
         ctx.save_for_backward(q, k, v, mask, saved, lse)
@@ -66,7 +67,7 @@ class _Attention(torch.autograd.Function):
             travel = Travel(ring, group, own, shared)
             travel.start()
             grad = gradients.add(ring.here(), {ring.rank: own})[ring.rank]
-            shares = (gradients.add(_runs(ring, blocks), blocks) for blocks in travel.arrivals())
+            shares = _shares(gradients, travel)
             if ring.rotation == "allgather":
                 grad = travel.gather_gradients(grad, next(shares, {}))
             else:
@@ -75,6 +76,13 @@ class _Attention(torch.autograd.Function):
         if of_mask is not None:
             of_mask = of_mask.reshape(mask.shape).to(mask.dtype)
         return None, gradients.q_grad.to(q.dtype), grad.k.to(k.dtype), grad.v.to(v.dtype), of_mask
+
+
+def _shares(gradients: Gradients, travel: Travel) -> Iterator[dict[int, Block]]:
+    for blocks in travel.arrivals():
+        shares = gradients.add(_runs(travel.ring, blocks), blocks)
+        del blocks
+        yield shares
 
 
 def _runs(ring: Ring, blocks: Mapping[int, Block]) -> list[Run]:
