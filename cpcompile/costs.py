@@ -44,7 +44,7 @@ def _part(part: Part, known: Mapping[Any, int]) -> Part:
         outer = _part(part.outer, known)
         assert isinstance(outer, Segment)
         return Product(outer, _dim(part.inner, known))
-    return Segment(number(part.size, known), part.axes, part.descending, number(part.granule, known))
+    return Segment(number(part.size, known), part.axes, part.descending, number(part.granule, known), part.covers)
 
 
 def reshard_bytes(source: Layout, target: Layout, itemsize: int, places: Sequence[Coords]) -> list[int]:

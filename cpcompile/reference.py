@@ -125,7 +125,7 @@ def _last_bits_changed(value: torch.Tensor, generator: torch.Generator) -> torch
     if not value.is_floating_point():
         return value
     eps = torch.finfo(value.dtype).eps
-    factor = 1 + eps * torch.randint(-2, 3, value.shape, generator=generator)
+    factor = 1 + eps * torch.randint(-2, 3, value.shape, generator=generator, dtype=torch.float64)
     return (value.detach() * factor.to(value)).requires_grad_(value.requires_grad)
 
 

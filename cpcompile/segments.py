@@ -41,13 +41,16 @@ class Segment:
 
     The run is cut axis by axis into units of ``granule`` indices: part i of n holds (units + n - 1 - i) // n units, so
     that gathering the innermost axis leaves exactly the layout over the outer ones. ``descending`` hands the parts of
-    the outermost axis out in reverse order (the second half of a zigzag).
+    the outermost axis out in reverse order (the second half of a zigzag). Where each index ``covers`` several of
+    another run (a key/value head several query heads), that run is what is cut, and a rank holds every index that
+    covers some of its part: neighbours may both hold one. Such sizes are numbers.
     """
 
     size: Size
     axes: tuple[Axis, ...] = ()
     descending: bool = False
     granule: Size = 1
+    covers: int = 1
 
     def __post_init__(self) -> None:
         axes = tuple(axis for axis in self.axes if axis.size > 1)
@@ -55,6 +58,8 @@ class Segment:
         object.__setattr__(self, "axes", axes)
         object.__setattr__(self, "descending", bool(axes) and self.descending)
         object.__setattr__(self, "granule", granule)
+        if divide(self.size, product(axis.size for axis in axes)) is not None:
+            object.__setattr__(self, "covers", 1)  # no cut falls inside an index
 
     @property
     def is_replicated(self) -> bool:
@@ -94,10 +99,20 @@ class Segment:
             return None
         return replace(self, size=units, granule=coarse // count)
 
+    def covered(self) -> Segment:
+        """The run that is cut: itself, or what its indices cover."""
+        return Segment(multiply(self.size, self.covers), self.axes, self.descending)
+
     def bounds(self, coords: Coords) -> tuple[Size, Size]:
         """First index and count of what the rank at ``coords`` holds, in the segment's own numbering."""
         if self.is_replicated:
             return 0, self.size
+        if self.covers > 1:
+            first, count = self.covered().bounds(coords)
+            assert isinstance(first, int)
+            assert isinstance(count, int)
+            start = first // self.covers
+            return start, -(-(first + count) // self.covers) - start
         units = divide(self.size, self.granule)
         assert units is not None, f"{self} is not a whole number of granules"
         offset: Size = 0
@@ -114,7 +129,8 @@ class Segment:
             return str(self.size)
         names = ".".join(axis.name for axis in self.axes)
         granule = "" if self.granule == 1 else f" g{self.granule}"
-        return f"{self.size} {names}{'-' if self.descending else ''}{granule}"
+        covers = "" if self.covers == 1 else f" x{self.covers}"
+        return f"{self.size} {names}{'-' if self.descending else ''}{granule}{covers}"
 
 
 def _canonical_granule(size: Size, counts: tuple[int, ...], granule: Size) -> Size:

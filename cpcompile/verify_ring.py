@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from torch import fx
 
 from cpcompile.decision import decision
+from cpcompile.heads import HeadMap, head_map
 from cpcompile.layout import Coords, Dim
 from cpcompile.local_values import LocalValues
 from cpcompile.ops.ring import ring_attention
@@ -24,7 +25,9 @@ def ring_laws(origin: fx.Node, lowered: fx.Node, coords: Coords, local: LocalVal
     if lowered.target is not ring_attention:
         yield "the site is attention by positions, this is another call"
         return
-    queries, keys, resident, left, right, _, size, rank, group, rotation, wide, _ = local.argument(lowered.args[4:])
+    queries, keys, resident, left, right, _, size, rank, group, rotation, wide, _, repeat, offset = local.argument(
+        lowered.args[4:]
+    )
     places = peers(call.axes, coords)
     if (size, group) != (len(places), ".".join(axis.name for axis in call.axes)):
         yield f"it runs over {size} ranks of ({group}), the site over {[axis.name for axis in call.axes]}"
@@ -34,6 +37,9 @@ def ring_laws(origin: fx.Node, lowered: fx.Node, coords: Coords, local: LocalVal
     limits = [None if limit is None else local.number(limit) for limit in (call.left, call.right)]
     if ([left, right], rotation, wide) != (limits, call.rotation, call.wide):
         yield f"it runs as {left}, {right}, {rotation}, {wide}, the site as {limits}, {call.rotation}, {call.wide}"
+    heads = head_map(local.numbered(site.query), local.numbered(site.key), coords)
+    if heads != HeadMap(repeat, offset):
+        yield f"query heads share key/value heads as {heads}, not as {repeat}, {offset}"
     rows, columns = (local.numbered(layout).dims[-2] for layout in (site.query, site.key))
     yield from _runs("keys", keys, columns, places)
     if call.hides:

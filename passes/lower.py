@@ -21,6 +21,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from cpcompile.alignment import explode
 from cpcompile.decision import Cotangent, Decision, GradSync, decision, tensor_operands
+from cpcompile.heads import head_map
 from cpcompile.layout import Axis, Coords, Dim, Layout
 from cpcompile.ops import collectives, lowered, neutral
 from cpcompile.ops.ring import ring_attention
@@ -148,7 +149,7 @@ class _Lowering:
         runs = group_runs(call, site.query.dims[-2], site.key.dims[-2], self.options.coords)
         given = bind(node.target, node.args, node.kwargs, lambda value: value)
         q, k, v, mask = (given[name] for name in ("query", "key", "value", "attn_mask"))
-        group = call.axes
+        group, heads = call.axes, head_map(site.query, site.key, self.options.coords)
         return self._call(
             ring_attention,
             *(None if operand is None else self.env[operand] for operand in (q, k, v, mask)),
@@ -163,6 +164,8 @@ class _Lowering:
             call.rotation,
             call.wide,
             k is v,
+            heads.repeat,
+            heads.offset,
         )
 
     def _shard(self, node: fx.Node) -> fx.Node:

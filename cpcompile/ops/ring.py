@@ -8,7 +8,8 @@
 
 Keys that every rank holds (resident) join once: with a rank's own block, for ``merge`` on the first rank alone. The
 backward works block by block from the global output and log-sum-exp (LSE), which is exact. A group of one rank is
-attention by positions, without communication.
+attention by positions, without communication. Query head i uses key/value head ``(i + offset) // repeat`` where a
+repeat is given, else heads are shared as SDPA has it.
 
 Legend: B batch, H heads, K key/value heads, T query rows, S keys, D head dim of q and k, E that of v.
 """
@@ -21,6 +22,7 @@ from typing import Any
 import torch
 
 from cpcompile.blocks import Run
+from cpcompile.heads import HeadMap
 from cpcompile.ops.collectives import all_reduce_sum
 from cpcompile.ops.kernels import Mask
 from cpcompile.ops.running import Gradients, Output
@@ -33,10 +35,10 @@ _lib = torch.library.Library("cpcompile", "FRAGMENT")
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, spec: tuple[Ring, str, float | None, bool, bool], q: Any, k: Any, v: Any, mask: Mask
+        ctx: Any, spec: tuple[Ring, str, float | None, bool, bool, HeadMap], q: Any, k: Any, v: Any, mask: Mask
     ) -> torch.Tensor:
-        ring, group, scale, wide, shared = spec
-        output = Output(ring, q, v, mask, scale, wide)
+        ring, group, scale, wide, shared, heads = spec
+        output = Output(ring, q, v, mask, scale, heads, wide)
         own = Block(k, k if shared else v)
         if ring.rotation == "merge":
             output.add(ring.here(), {ring.rank: own})
@@ -55,11 +57,11 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ring, group, scale, _, shared = ctx.spec
+        ring, group, scale, _, shared, heads = ctx.spec
         q, k, v, mask, out, lse = ctx.saved_tensors
         if ring.rotation == "merge":  # every rank's rows are the same, what it is told of their gradient is a part
             grad_out = all_reduce_sum(grad_out, group)
-        gradients = Gradients(ring, grad_out, q, v, mask, out, lse, scale)
+        gradients = Gradients(ring, grad_out, q, v, mask, out, lse, scale, heads)
         own = Block(k, k if shared else v)
         if ring.rotation == "merge":
             grad = gradients.add(ring.here(), {ring.rank: own})[ring.rank]
@@ -106,6 +108,8 @@ def _ring_attention(
     rotation: Any,
     wide: bool,
     shared: bool,
+    repeat: int = 0,
+    offset: int = 0,
 ) -> torch.Tensor:
     ring = ring_of(queries, keys, resident, left, right, group_size, rank, rotation)
     lead = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
@@ -117,14 +121,14 @@ def _ring_attention(
     q = q.expand(batch, heads, -1, -1)
     groups = max(k.shape[1], v.shape[1])
     k, v = (x.expand(batch, groups, -1, -1) for x in (k, v))
-    out: torch.Tensor = _Attention.apply((ring, group, scale, wide, shared), q, k, v, mask)
+    out: torch.Tensor = _Attention.apply((ring, group, scale, wide, shared, HeadMap(repeat, offset)), q, k, v, mask)
     return out if len(lead) == 1 else out.reshape(*lead, *out.shape[1:])
 
 
 _lib.define(
     "ring_attention(Tensor q, Tensor k, Tensor v, Tensor? mask, SymInt[] queries, SymInt[] keys, int[] resident, "
     "SymInt? left, SymInt? right, float? scale, int group_size, int rank, str group, str rotation, bool wide, "
-    "bool shared) -> Tensor"
+    "bool shared, int repeat=0, int offset=0) -> Tensor"
 )
 _lib.impl("ring_attention", _ring_attention, "CompositeImplicitAutograd")
 

@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from cpcompile.blocks import Piece, Run, spans
+from cpcompile.heads import HeadMap
 from cpcompile.ops.kernels import Mask, attend, attend_backward, is_reference, mask_gradient, saved_dtype
 from cpcompile.ops.merge import merge
 from cpcompile.ops.neutral import accumulation_dtype
@@ -34,8 +35,11 @@ class _Rows:
     blocks are merged by the logarithm of that count instead.
     """
 
-    def __init__(self, ring: Ring, q: torch.Tensor, mask: Mask, scale: float | None) -> None:
+    def __init__(self, ring: Ring, q: torch.Tensor, mask: Mask, scale: float | None, heads: HeadMap) -> None:
         self.ring, self.q, self.scale = ring, q, scale
+        self.kv_heads: torch.Tensor | None = None  # of each query head, where SDPA has it otherwise
+        if heads.repeat:
+            self.kv_heads = (torch.arange(q.shape[1], device=q.device) + heads.offset) // heads.repeat
         self.learns_mask = mask is not None and mask.requires_grad  # then one device runs its reference
         self.mask = mask if mask is None or mask.dtype is torch.bool else mask.to(q.dtype)
         if self.mask is not None:
@@ -66,6 +70,8 @@ class _Rows:
             )
             for name in ("k", "v")
         )
+        if self.kv_heads is not None:
+            k, v = k.index_select(1, self.kv_heads), v.index_select(1, self.kv_heads)
         return self.rows(self.q, piece), k, v
 
     def rows(self, x: torch.Tensor, piece: Piece) -> torch.Tensor:
@@ -98,9 +104,16 @@ class Output(_Rows):
     """The running output and LSE of this rank's rows."""
 
     def __init__(
-        self, ring: Ring, q: torch.Tensor, v: torch.Tensor, mask: Mask, scale: float | None, wide: bool
+        self,
+        ring: Ring,
+        q: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        scale: float | None,
+        heads: HeadMap,
+        wide: bool,
     ) -> None:
-        super().__init__(ring, q, mask, scale)
+        super().__init__(ring, q, mask, scale, heads)
         self.dtype = self.wide if wide else q.dtype
         self.saved = saved_dtype(q, v, mask, reference=self.learns_mask)
         self.out: torch.Tensor | None = None
@@ -170,8 +183,9 @@ class Gradients(_Rows):
         out: torch.Tensor,
         lse: torch.Tensor,
         scale: float | None,
+        heads: HeadMap,
     ) -> None:
-        super().__init__(ring, q, mask, scale)
+        super().__init__(ring, q, mask, scale, heads)
         self.grad_out, self.out, self.lse = grad_out, out, lse
         if self.mask is not None and self.highest is not None and is_reference(q, v, mask, reference=self.learns_mask):
             # From this LSE each key of an absorbed row has a probability of 1, which fused kernels leave at that.
@@ -197,7 +211,11 @@ class Gradients(_Rows):
             at = 0
             for source, first, length in spans(piece.keys):
                 for into, grad in ((given[source].k, k_grad), (given[source].v, v_grad)):
-                    into.narrow(2, first, length).add_(grad.narrow(2, at, length))
+                    room, share = into.narrow(2, first, length), grad.narrow(2, at, length)
+                    if self.kv_heads is None:
+                        room.add_(share)
+                    else:
+                        room.index_add_(1, self.kv_heads, share.to(room.dtype))
                 at = at + length
         return given
 

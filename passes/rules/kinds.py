@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from cpcompile.errors import Refusal
+from cpcompile.heads import heads_match
 from cpcompile.layout import Axis, Dim, Layout, Segment, sharded, whole
 from cpcompile.positions import refuse_stretches
 from cpcompile.site import Kind, RingCall, Site, SiteOptions
@@ -127,12 +128,15 @@ def refuse_heads(call: Attended, axes: Sequence[Axis]) -> str:
         return "there is no head dimension"
     at = call.seq - 1
     heads, kv_heads = call.query.shape[at], call.key.shape[at]
+    repeats = divide(heads, kv_heads)
     if not call.query.dims[at].is_replicated or not call.key.dims[at].is_replicated:
         return "heads are sharded already"
-    if at_most(ranks, heads) is not True or at_most(ranks, kv_heads) is not True:
-        return f"{heads} heads and {kv_heads} key/value heads for {ranks} ranks"
-    if heads != kv_heads and divide(kv_heads, ranks) is None:
-        return f"{kv_heads} grouped key/value heads are not a multiple of {ranks} ranks"
+    if at_most(ranks, heads) is not True:
+        return f"{heads} heads for {ranks} ranks"
+    if not isinstance(repeats, int) or call.value.shape[at] != kv_heads:
+        return f"{heads} heads are no multiple of {kv_heads} key/value heads"
+    if repeats > 1 and not isinstance(kv_heads, int) and divide(kv_heads, ranks) is None:
+        return f"{kv_heads} key/value heads may not be a multiple of {ranks} ranks"
     return ""
 
 
@@ -142,21 +146,28 @@ def _divided(call: Attended, axes: tuple[Axis, ...]) -> Attended | Refusal:
     if refused:
         return Refusal(refused)
     seq, gone = call.seq, frozenset(axes)
+    heads, kv_heads = call.query.shape[seq - 1], call.key.shape[seq - 1]
+    repeats = divide(heads, kv_heads)
+    assert isinstance(repeats, int)
+    needed = Dim((Segment(kv_heads, axes, covers=repeats),))
     found: list[Layout] = []
-    for layout in (call.query, call.key, call.value):
+    for by_head, layout in zip((sharded(heads, axes), needed, needed), (call.query, call.key, call.value), strict=True):
         kept = layout.dims[seq].gathered(gone)
         if kept is None:
             return Refusal(f"({layout.dims[seq]}) without {', '.join(axis.name for axis in axes)} is no layout")
-        found.append(layout.with_dim(seq, kept).with_dim(seq - 1, sharded(layout.shape[seq - 1], axes)))
+        found.append(layout.with_dim(seq, kept).with_dim(seq - 1, by_head))
     return replace(call, query=found[0], key=found[1], value=found[2])
 
 
 def _alone(call: Attended, kind: Kind, options: SiteOptions, reason: str) -> Site | Refusal:
-    """A rank attends to keys that it has: by positions where it has only some rows and positions count."""
+    """A rank attends to keys that it has: by positions where it has only some rows and positions count.
+
+    A key/value head that several ranks' query heads share may take this operator too: it knows whose head it is.
+    """
     ring: RingCall | None = None
     is_sdpa = not _hides(call) or (call.left is None and call.right == 0)
-    if not is_sdpa or (_hides(call) and not call.rows.is_replicated):
-        refused = refuse_stretches(call.rows)
+    if not is_sdpa or (_hides(call) and not call.rows.is_replicated) or not heads_match(call.query, call.key):
+        refused = refuse_stretches(call.rows) if _hides(call) else None
         if refused is not None:
             return refused
         ring = RingCall((), call.left, call.right, "allgather", options.wide)
