@@ -181,7 +181,7 @@ def _product(outer: Segment, inner: Dim) -> Part | Dim:
         assert isinstance(merged, Segment)
         assert below is not None
         return _product(merged, below)
-    if outer.axes and outer.size == product(outer.counts) and not head.descending:
+    if outer.axes and outer.size == product(outer.counts) and outer.descending == head.descending:
         size = multiply(outer.size, head.size)
         merged = Segment(size, (*outer.axes, *head.axes), outer.descending, head.granule)
         return merged if below is None else _product(merged, below)

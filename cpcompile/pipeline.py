@@ -161,6 +161,18 @@ def _run(
 
 def _settle(captured: Captured, propagate: Propagate, module: fx.GraphModule, seconds: dict[str, float]) -> None:
     """Propagate again while what was decided shows that something else should have been."""
+    plain, found = _agreed(captured, propagate, module, seconds)
+    if not found.zigzag:
+        return
+    _timed(seconds, evened := replace(plain, zigzag=found.zigzag), module)
+    if _agreed(captured, evened, module, seconds)[1].conflicts > found.conflicts:
+        _timed(seconds, plain, module)
+
+
+def _agreed(
+    captured: Captured, propagate: Propagate, module: fx.GraphModule, seconds: dict[str, float]
+) -> tuple[Propagate, Advice]:
+    """Propagate until granules fit the views and sizes that meet are taken to be equal."""
     for _ in range(_MAX_ROUNDS):
         advice: Advice = _timed(seconds, Analyse(), module)
         granules = dict(propagate.granules)
@@ -170,9 +182,10 @@ def _settle(captured: Captured, propagate: Propagate, module: fx.GraphModule, se
             granules[size] = math.lcm(known, granule) if both_known else granule
         met = advice.unequal is not None and captured.sizes.assume_equal(*advice.unequal)
         if not met and granules == propagate.granules:
-            return
+            break
         propagate = replace(propagate, granules=granules)
         _timed(seconds, propagate, module)
+    return propagate, advice
 
 
 def lower(rewritten: Rewritten, coords: Coords) -> fx.GraphModule:

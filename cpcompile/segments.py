@@ -41,7 +41,7 @@ class Segment:
 
     The run is cut axis by axis into units of ``granule`` indices: part i of n holds (units + n - 1 - i) // n units, so
     that gathering the innermost axis leaves exactly the layout over the outer ones. ``descending`` hands the parts of
-    the outermost axis out in reverse order (the second half of a zigzag). Where each index ``covers`` several of
+    every axis out in reverse order (the second half of a zigzag). Where each index ``covers`` several of
     another run (a key/value head several query heads), that run is what is cut, and a rank holds every index that
     covers some of its part: neighbours may both hold one. Such sizes are numbers.
     """
@@ -80,7 +80,8 @@ class Segment:
         units = divide(self.size, rows)
         if units is None or divide(units, self.granule) is None:
             return None
-        return Segment(rows, self.axes[:depth], self.descending), Segment(units, self.axes[depth:], False, self.granule)
+        outer = Segment(rows, self.axes[:depth], self.descending)
+        return outer, Segment(units, self.axes[depth:], self.descending, self.granule)
 
     def in_units_of(self, count: Size) -> Segment | None:
         """The same division counted in units of ``count`` indices; None where a cut falls inside such a unit."""
@@ -116,9 +117,9 @@ class Segment:
         units = divide(self.size, self.granule)
         assert units is not None, f"{self} is not a whole number of granules"
         offset: Size = 0
-        for depth, axis in enumerate(self.axes):
+        for axis in self.axes:
             index = coords[axis.name]
-            if self.descending and depth == 0:
+            if self.descending:
                 index = axis.size - 1 - index
             offset = add(offset, part_offset(units, axis.size, index))
             units = part_size(units, axis.size, index)

@@ -1,7 +1,8 @@
 """analyse: read a first propagation, and say what the next one should be told.
 
 In: a graph with decisions. Out: ``Advice``, and the graph as it was: of how many indices shards should be multiples, so
-that a view into rows (windows, merged patches) cuts no row, and which symbolic sizes meet. Nothing is refused.
+that a view into rows (windows, merged patches) cuts no row, which symbolic sizes meet, and which splits would give
+ranks unequal work in causal attention. Nothing is refused.
 
     %m = mark(%x, 0)                     # (2) (18 cp) (8): 9 and 9
     %w = view(%m, [2, 6, 3, 8])          # refused: rows of 3             advice: shards of 18 are multiples of 3
@@ -19,6 +20,8 @@ from torch import fx
 from cpcompile.decision import decision, layout_of, shape_of, tensor_operands
 from cpcompile.errors import Refusal
 from cpcompile.layout import Layout, Segment, sharded
+from cpcompile.ops.markers import mark
+from cpcompile.orders import plain_rows
 from cpcompile.reshape import first_unequal, reshape
 from cpcompile.sizes import Size
 
@@ -37,10 +40,13 @@ _MAX_GRANULE = 1024
 @dataclass(frozen=True)
 class Advice:
     """granules: for dimensions of a size, of how many indices shards should be multiples. unequal: the first two sizes
-    of sharded segments that meet and are not known to be equal."""
+    of sharded segments that meet and are not known to be equal. zigzag: the sizes whose splits had better be in that
+    order. conflicts: how many operators run gathered, and how many operands outside attention change their sharding."""
 
     granules: Mapping[Size, Size] = field(default_factory=dict)
     unequal: tuple[Size, Size] | None = None
+    zigzag: frozenset[Size] = frozenset()
+    conflicts: tuple[int, int] = (0, 0)
 
 
 @dataclass(frozen=True)
@@ -56,7 +62,7 @@ class Analyse:
             if node.op == "call_function" and node.target in _VIEWS and decision(node).fallback is not None:
                 for size, granule in _granules(layout_of(tensor_operands(node)[0]), shape_of(node.meta["val"])):
                     granules.setdefault(size, granule)
-        return Advice(granules, _unequal(module))
+        return Advice(granules, _unequal(module), _uneven_work(module), _conflicts(module))
 
 
 def _granules(layout: Layout, shape: tuple[Size, ...]) -> Iterator[tuple[Size, Size]]:
@@ -73,6 +79,28 @@ def _granules(layout: Layout, shape: tuple[Size, ...]) -> Iterator[tuple[Size, S
                 if coarse.is_sharded and not isinstance(reshape(coarse, shape), Refusal):
                     yield part.size, granule
                     break
+
+
+def _uneven_work(module: fx.GraphModule) -> frozenset[Size]:
+    """The sizes of splits that reach a site in plain order, where zigzag would do better."""
+    found = {size for node in module.graph.nodes if (site := decision(node).site) for size in plain_rows(site)}
+    if not found:
+        return frozenset()
+    marked = [decision(node).layout for node in module.graph.nodes if node.target is mark]
+    return frozenset(dim.size for layout in marked for dim in layout.dims if dim.axes and dim.size in found)
+
+
+def _conflicts(module: fx.GraphModule) -> tuple[int, int]:
+    fallbacks = changes = 0
+    for node in module.graph.nodes:
+        made = decision(node)
+        if made.fallback is not None:
+            fallbacks += 1
+        elif made.site is None and node.op != "output" and node.target is not mark:
+            for operand, needed in zip(tensor_operands(node), made.operands, strict=True):
+                own = layout_of(operand)
+                changes += own.is_sharded and own != needed
+    return fallbacks, changes
 
 
 def _unequal(module: fx.GraphModule) -> tuple[Size, Size] | None:

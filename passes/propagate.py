@@ -32,6 +32,7 @@ from cpcompile.decision import (
 from cpcompile.errors import Refusal
 from cpcompile.layout import Axis, Layout, sharded, whole
 from cpcompile.ops.markers import mark
+from cpcompile.orders import zigzag
 from cpcompile.passes.rules import rule_for
 from cpcompile.passes.rules.attention import attention
 from cpcompile.passes.rules.bind import bind
@@ -51,7 +52,8 @@ class Propagate:
     axes: the axes that share the sequence, outermost first. entries: the plan's, as the markers count them. rules: the
     user's own. gather_outputs: whether the graph's outputs are whole. gather_at: names of nodes to run gathered in
     spite of a rule (for tests). sites: what is asked of attention. known: what symbols were in the captured call.
-    granules: for dimensions of a size, of how many indices their shards are multiples.
+    granules: for dimensions of a size, of how many indices their shards are multiples. zigzag: the sizes whose splits
+    are in that order.
     """
 
     axes: tuple[Axis, ...]
@@ -62,6 +64,7 @@ class Propagate:
     sites: SiteOptions = field(default_factory=SiteOptions)
     known: Mapping[Any, int] = field(default_factory=dict)
     granules: Mapping[Size, Size] = field(default_factory=dict)
+    zigzag: frozenset[Size] = frozenset()
     name: ClassVar[str] = "propagate"
 
     def __call__(self, module: fx.GraphModule) -> None:
@@ -108,7 +111,8 @@ class Propagate:
         elif layout.is_sharded:
             wanted, note = layout, f"{entry.name}: it is sharded along another dimension already, as {layout}"
         else:
-            wanted = layout.with_dim(index, sharded(dim.size, self.axes, self.granules.get(dim.size, 1)))
+            divided = zigzag if dim.size in self.zigzag else sharded
+            wanted = layout.with_dim(index, divided(dim.size, self.axes, self.granules.get(dim.size, 1)))
             if not wanted.is_sharded:
                 ranks = product(axis.size for axis in self.axes)
                 note = f"{entry.name}: dimension {index} has {dim.size} indices for {ranks} ranks; every rank keeps all"

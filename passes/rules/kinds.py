@@ -14,12 +14,13 @@ Legend: B batch, H query heads, K key/value heads, S global sequence, D head dim
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cpcompile.errors import Refusal
 from cpcompile.heads import heads_match
 from cpcompile.layout import Axis, Dim, Layout, Segment, sharded, whole
+from cpcompile.orders import is_one_sided, zigzag
 from cpcompile.positions import refuse_stretches
 from cpcompile.site import Kind, RingCall, Site, SiteOptions
 from cpcompile.sizes import Size, at_most, divide
@@ -85,7 +86,7 @@ def shared_out(
     if not ring_over:
         return _alone(inside, "ulysses", options, "")
     group = frozenset(ring_over)
-    spread = _spread(inside.rows, ring_over)
+    spread = _spread(inside.rows, ring_over, zigzag if is_one_sided(call.left, call.right) else sharded)
     refused = refuse_stretches(inside.keys, group) or (refuse_stretches(spread) if _hides(call) else None)
     if refused is not None:
         return refused
@@ -174,12 +175,12 @@ def _alone(call: Attended, kind: Kind, options: SiteOptions, reason: str) -> Sit
     return call.site(kind, ring, reason)
 
 
-def _spread(rows: Dim, axes: tuple[Axis, ...]) -> Dim:
+def _spread(rows: Dim, axes: tuple[Axis, ...], divided: Callable[[Size, tuple[Axis, ...]], Dim]) -> Dim:
     """Rows with those that every rank holds divided too: each is computed once."""
     if rows.is_replicated and rows.size == 1:
         return rows
     return Dim.of(
-        *(sharded(part.size, axes) if isinstance(part, Segment) and part.is_replicated else part for part in rows.parts)
+        *(divided(part.size, axes) if isinstance(part, Segment) and part.is_replicated else part for part in rows.parts)
     )
 
 
