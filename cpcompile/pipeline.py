@@ -20,6 +20,7 @@ from cpcompile.decision import GradSync, decision
 from cpcompile.layout import Axis, Coords, segments_of
 from cpcompile.passes.analyse import Advice, Analyse
 from cpcompile.passes.attention import Attention
+from cpcompile.passes.bands import Bands
 from cpcompile.passes.cotangents import Cotangents
 from cpcompile.passes.draws import Draws, makes_draws
 from cpcompile.passes.enter import Enter
@@ -67,7 +68,7 @@ class Options:
 
 def _spelling(captured: Captured) -> tuple[Any, ...]:
     """The passes that keep the program a single device's."""
-    return Inline(captured.autocast), Functionalize(), Normalize(), Draws()
+    return Inline(captured.autocast), Functionalize(), Normalize(), Bands(), Draws()
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from rich.text import Text
 
 _END = 2**63 - 1
-_SHORT = {"scaled_dot_product_attention": "sdpa"}
+_SHORT = {"scaled_dot_product_attention": "sdpa", "banded_attention": "banded"}
 _ENTER = (neutral.enter, collectives.enter_sum)
 _NAMESPACES = {"aten": "", "cpcompile": "cp.", "_c10d_functional": "c10d."}
 _MAX_CODE, _MAX_LAYOUT = 88, 44  # columns; what is longer pushes its own comment to the right

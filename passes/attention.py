@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from torch import fx
+from torch._ops import OpOverload
 
 from cpcompile.decision import Decision, decision
 from cpcompile.errors import Refusal
@@ -41,7 +42,8 @@ class Attention:
 
 def _swap(graph: fx.Graph, node: fx.Node, site: Site) -> None:
     outside = decision(node)
-    names = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal")
+    assert isinstance(node.target, OpOverload)
+    names = [argument.name for argument in node.target._schema.arguments]
     arguments: dict[str, Any] = dict(zip(names, node.args, strict=False)) | dict(node.kwargs)
     inside = {"query": site.query, "key": site.key, "value": site.value}
     operands = {name: arguments[name] for name in inside}

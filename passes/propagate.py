@@ -34,7 +34,7 @@ from cpcompile.layout import Axis, Layout, sharded, whole
 from cpcompile.ops.markers import mark
 from cpcompile.orders import zigzag
 from cpcompile.passes.rules import rule_for
-from cpcompile.passes.rules.attention import attention
+from cpcompile.passes.rules.attention import SITES, alone, attention
 from cpcompile.passes.rules.bind import bind
 from cpcompile.passes.rules.call import Answer, Call, Operand, Result, Rule
 from cpcompile.passes.rules.choose import Setting
@@ -120,10 +120,14 @@ class Propagate:
 
     def _call(self, node: fx.Node) -> Decision:
         layouts = [layout_of(operand) for operand in tensor_operands(node)]
-        is_site = node.target is aten.scaled_dot_product_attention.default and node.target not in self.rules
+        is_site = node.target in SITES and node.target not in self.rules
         if all(layout.is_replicated for layout in layouts):
             result = Layout.replicated(shape_of(node.meta["val"])) if is_site else None
-            untouched = None if result is None else Site("local", layouts[0], layouts[1], layouts[2], result)
+            untouched = (
+                None
+                if result is None
+                else Site("local", layouts[0], layouts[1], layouts[2], result, alone(call_of(node), self.sites))
+            )
             return Decision(_whole_results(node), tuple(layouts), site=untouched)
         site = None
         answer: Answer | Refusal

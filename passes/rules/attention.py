@@ -8,17 +8,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+import torch
+
 from cpcompile.errors import Refusal
 from cpcompile.layout import Axis, Dim, Layout, whole
+from cpcompile.ops.banded import banded_attention
 from cpcompile.passes.rules.call import Answer, Call, Operand, agree, broadcast_to, local_only, reduced
 from cpcompile.passes.rules.choose import Setting, choose
 from cpcompile.passes.rules.kinds import Attended
 from cpcompile.reshape import meet
-from cpcompile.site import Site
+from cpcompile.site import RingCall, Site, SiteOptions
+from cpcompile.sizes import Size
+
+SITES = (torch.ops.aten.scaled_dot_product_attention.default, banded_attention)
+"""The operators that are attention calls."""
 
 
 def attention(call: Call, setting: Setting, *, shared: bool = False) -> tuple[Answer, Site] | Refusal:
-    """The decision for one ``scaled_dot_product_attention`` call; shared: its keys and values are one tensor."""
+    """The decision for one call of ``SITES``; shared: its keys and values are one tensor."""
     q, k, v = (reduced(call.operand(name)) for name in ("query", "key", "value"))
     count = len(q.dims)
     if count < 3:
@@ -31,16 +38,32 @@ def attention(call: Call, setting: Setting, *, shared: bool = False) -> tuple[An
     k, v = (_with(x, seq, k.dims[seq] if isinstance(keys, Refusal) else keys) for x in (k, v))
     taken = frozenset[Axis]().union(*(dim.axes for x in (q, k, v) for dim in x.dims[:seq]))
     q, k, v = (_with(x, seq, x.dims[seq] if not x.dims[seq].axes & taken else whole(x.shape[seq])) for x in (q, k, v))
-    right = 0 if call["is_causal"] else None
-    attended = Attended(q.layout, k.layout, v.layout, None, right)
+    attended = Attended(q.layout, k.layout, v.layout, *_limits(call), banded=call.target is banded_attention)
     if setting.options.policy == "local":
         return _answer(call, attended, attended.site("local", None), mask_keys=k.dims[seq])
     site = choose(attended, setting, k.dtype, shared=shared)
     if isinstance(site, Refusal):
         return site
-    if call["dropout_p"] and not all(layout.is_replicated for layout in (site.query, site.key, site.value)):
+    if (
+        not attended.banded
+        and call["dropout_p"]
+        and not all(layout.is_replicated for layout in (site.query, site.key, site.value))
+    ):
         return Refusal("dropout inside attention draws random numbers for the whole score matrix")
     return _answer(call, attended, site, mask_keys=whole(k.shape[seq]))
+
+
+def alone(call: Call, options: SiteOptions) -> RingCall | None:
+    """What runs where every rank has all of it: a band is not made a mask of."""
+    left, right = _limits(call)
+    return RingCall((), left, right, "allgather", options.wide) if call.target is banded_attention else None
+
+
+def _limits(call: Call) -> tuple[Size | None, Size | None]:
+    """What positions hide."""
+    if call.target is banded_attention:
+        return call["left"], call["right"]
+    return None, 0 if call["is_causal"] else None
 
 
 def _leading_agree(q: Operand, k: Operand, v: Operand) -> tuple[Operand, Operand, Operand]:

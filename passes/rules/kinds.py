@@ -30,7 +30,7 @@ from cpcompile.sizes import Size, at_most, divide
 class Attended:
     """An attention call outside of any exchange: leading dimensions agree, the head dim is whole.
 
-    left, right: what positions hide.
+    left, right: what positions hide. banded: the call is ``banded_attention``, which is a plain call nowhere.
     """
 
     query: Layout
@@ -38,6 +38,7 @@ class Attended:
     value: Layout
     left: Size | None = None
     right: Size | None = None
+    banded: bool = False
 
     @property
     def seq(self) -> int:
@@ -166,8 +167,7 @@ def _alone(call: Attended, kind: Kind, options: SiteOptions, reason: str) -> Sit
     A key/value head that several ranks' query heads share may take this operator too: it knows whose head it is.
     """
     ring: RingCall | None = None
-    is_sdpa = not _hides(call) or (call.left is None and call.right == 0)
-    if not is_sdpa or (_hides(call) and not call.rows.is_replicated) or not heads_match(call.query, call.key):
+    if call.banded or (_hides(call) and not call.rows.is_replicated) or not heads_match(call.query, call.key):
         refused = refuse_stretches(call.rows) if _hides(call) else None
         if refused is not None:
             return refused
